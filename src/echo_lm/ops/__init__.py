@@ -1,0 +1,5 @@
+"""Operators: functions on tensors, each in several forms that are the same map."""
+
+from echo_lm.ops.checks import debug as debug
+from echo_lm.ops.ska import SKAState as SKAState
+from echo_lm.ops.ska import ska as ska

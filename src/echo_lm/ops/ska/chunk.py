@@ -1,0 +1,153 @@
+"""SKA in parallel over chunks: for training and prefill. Memory grows linearly with T.
+
+Every chunk reads the sums of the tokens before it (one prefix sum), so that all chunks are worked
+on at once. What happens inside a chunk is what the three causalities differ in; README.md derives
+the exact one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from echo_lm.ops.ska.layout import ChunkLayout, running_max, running_sum
+from echo_lm.ops.ska.linalg import cholesky, spd_inverse
+from echo_lm.ops.ska.problem import Problem, add_ridge
+from echo_lm.ops.ska.recurrent import combine, readout_matrix
+from echo_lm.ops.ska.state import SKAState
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """All chunks of all rows, heads before slots, and the sums each of them starts from."""
+
+    q: Float[Tensor, "n h s r"]
+    k: Float[Tensor, "n h s r"]
+    k_before: Float[Tensor, "n h s r"]
+    """The key of the token before each one."""
+    v: Float[Tensor, "n h s p"]
+    gram: Float[Tensor, "n h r r"]
+    lag: Float[Tensor, "n h r r"]
+    value: Float[Tensor, "n h p r"]
+    key_energy: Float[Tensor, "n h"]
+
+
+def ska_chunk(
+    problem: Problem, return_state: bool
+) -> tuple[Float[Tensor, "b t h p"], SKAState | None]:
+    """Answer all tokens of all rows."""
+    layout = lay_out(problem)
+    chunks, state = read(problem, layout)
+    W = None
+    if problem.causal == "exact":
+        y = answer_exact(problem, chunks)
+    elif problem.causal == "chunk":
+        W = chunk_readouts(problem, layout, chunks)
+        y = chunks.q @ W.mT
+    else:
+        y = chunks.q @ layout.spread(state_readout(problem, state)).mT
+    y = layout.to_tokens(y.transpose(1, 2))
+    return y, with_derived(problem, layout, state, W) if return_state else None
+
+
+def lay_out(problem: Problem) -> ChunkLayout:
+    """Chunk boundaries follow the tokens read so far in chunk mode; elsewhere they are free."""
+    batch, width = problem.k.shape[:2]
+    lengths = [width] * batch if problem.lengths is None else problem.lengths.tolist()
+    phases = [0] * batch
+    if problem.causal == "chunk" and not problem.fresh:
+        phases = (problem.state.count % problem.chunk_size).tolist()
+    return ChunkLayout.of(lengths, phases, problem.chunk_size, width, problem.k)
+
+
+def read(problem: Problem, layout: ChunkLayout) -> tuple[Chunks, SKAState]:
+    """Cut into chunks, sum each, and run the sums along every row."""
+    old = problem.state
+    k_before = torch.cat([old.last_key.unsqueeze(1), problem.k[:, :-1]], dim=1)
+    q, k, k_before, v = (
+        layout.to_slots(x).transpose(1, 2) for x in (problem.q, problem.k, k_before, problem.v)
+    )
+    energies = k.square().sum(-1).amax(-1)
+    gram, gram_end = layout.scan(old.gram, k.mT @ k, running_sum)
+    lag, lag_end = layout.scan(old.lag, k.mT @ k_before, running_sum)
+    value, value_end = layout.scan(old.value, v.mT @ k, running_sum)
+    energy, energy_end = layout.scan(old.key_energy, energies, running_max)
+    first_key, last_key, count = ends(problem)
+    state = SKAState(gram_end, lag_end, value_end, first_key, last_key, energy_end, count)
+    return Chunks(q, k, k_before, v, gram, lag, value, energy), state
+
+
+def ends(
+    problem: Problem,
+) -> tuple[Float[Tensor, "b h r"], Float[Tensor, "b h r"], Int[Tensor, " b"]]:
+    """First key, last key and count of each row after this call."""
+    k, old, lengths = problem.k, problem.state, problem.lengths
+    if lengths is None:
+        new, last, count = old.count == 0, k[:, -1], old.count + k.shape[1]
+    else:
+        rows = torch.arange(len(lengths), device=k.device)
+        some = lengths > 0
+        new, count = some & (old.count == 0), old.count + lengths
+        last = torch.where(some.view(-1, 1, 1), k[rows, lengths - 1], old.last_key)
+    return torch.where(new.view(-1, 1, 1), k[:, 0], old.first_key), last, count
+
+
+def answer_exact(problem: Problem, chunks: Chunks) -> Float[Tensor, "n h s p"]:
+    """y_t = C_t sum_j c_j (X_t M_t)^j X_t q_t, with X_t, M_t and C_t as of token t itself.
+
+    The Cholesky factor of I + K X0 K' holds those of all its leading blocks, hence one factor
+    serves every t: X_t = X0 - sum_{s<=t} e_s e_s' with the rows e_s of E = R^-1 K X0.
+    """
+    K, K_before = chunks.k, chunks.k_before
+    X0 = spd_inverse(add_ridge(chunks.gram, problem.ridge_at(chunks.key_energy)))
+    KX0 = K @ X0
+    R = cholesky(add_ridge(KX0 @ K.mT, K.new_ones(K.shape[:2])))
+    E = torch.linalg.solve_triangular(R, KX0, upper=False)
+
+    def apply_inverse(p: Tensor) -> Tensor:
+        return p @ X0 - (p @ E.mT).tril() @ E
+
+    def apply_lag(p: Tensor) -> Tensor:
+        return p @ chunks.lag.mT + (p @ K_before.mT).tril() @ K
+
+    coef = problem.coef[:, :, None, None]
+    u = apply_inverse(chunks.q)
+    mixed = coef[:, 0] * u
+    for j in range(1, problem.coef.shape[1]):
+        u = apply_inverse(apply_lag(u))
+        mixed = mixed + coef[:, j] * u
+    return mixed @ chunks.value.mT + (mixed @ K.mT).tril() @ chunks.v
+
+
+def chunk_readouts(
+    problem: Problem, layout: ChunkLayout, chunks: Chunks
+) -> Float[Tensor, "n h p r"]:
+    """W of each chunk from the chunks before it; one half read keeps the W it began with."""
+    X = spd_inverse(add_ridge(chunks.gram, problem.ridge_at(chunks.key_energy)))
+    W = combine(chunks.value, chunks.lag, X, problem.coef)
+    begun = problem.state.readout
+    return W if begun is None else layout.replace_first(W, begun)
+
+
+def state_readout(problem: Problem, state: SKAState) -> Float[Tensor, "b h p r"]:
+    """W from all that a state holds."""
+    return readout_matrix(state, problem.coef, problem.ridge_at(state.key_energy))
+
+
+def with_derived(
+    problem: Problem, layout: ChunkLayout, state: SKAState, W: Float[Tensor, "n h p r"] | None
+) -> SKAState:
+    """Complete a state whose sums are up to date with what its next call will want."""
+    if problem.causal == "exact":
+        ridge = problem.ridge_at(state.key_energy)
+        inverse = spd_inverse(add_ridge(state.gram, ridge))
+        return replace(state, inverse=inverse, inverse_ridge=ridge)
+    if W is None:
+        return state
+    begun = problem.state.readout
+    if begun is None:
+        begun = state_readout(problem, problem.state)
+    return replace(state, readout=layout.last(W, begun), chunk_size=problem.chunk_size)

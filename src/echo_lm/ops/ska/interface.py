@@ -1,0 +1,272 @@
+"""The front door: checks and prepares the arguments, then hands them to one of the forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal, overload
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from echo_lm.ops.backends import SKABackend, choose_ska
+from echo_lm.ops.checks import require_finite
+from echo_lm.ops.ska.chunk import ska_chunk
+from echo_lm.ops.ska.naive import ska_naive
+from echo_lm.ops.ska.packing import pack, unpack
+from echo_lm.ops.ska.problem import Causal, Problem
+from echo_lm.ops.ska.recurrent import ska_recurrent
+from echo_lm.ops.ska.state import SKAState
+
+
+@overload
+def ska(
+    q: Float[Tensor, "b t h r"],
+    k: Float[Tensor, "b t h r"],
+    v: Float[Tensor, "b t h p"],
+    *,
+    coef: Float[Tensor, "h order"],
+    ridge: Float[Tensor, " h"] | float,
+    relative_ridge: bool = ...,
+    causal: Causal = ...,
+    chunk_size: int = ...,
+    mask: Bool[Tensor, "b t"] | None = ...,
+    lengths: Int[Tensor, " b"] | None = ...,
+    cu_seqlens: Int[Tensor, " n"] | None = ...,
+    state: SKAState | None = ...,
+    return_state: Literal[False] = ...,
+    backend: SKABackend = ...,
+) -> Float[Tensor, "b t h p"]: ...
+@overload
+def ska(
+    q: Float[Tensor, "b t h r"],
+    k: Float[Tensor, "b t h r"],
+    v: Float[Tensor, "b t h p"],
+    *,
+    coef: Float[Tensor, "h order"],
+    ridge: Float[Tensor, " h"] | float,
+    relative_ridge: bool = ...,
+    causal: Causal = ...,
+    chunk_size: int = ...,
+    mask: Bool[Tensor, "b t"] | None = ...,
+    lengths: Int[Tensor, " b"] | None = ...,
+    cu_seqlens: Int[Tensor, " n"] | None = ...,
+    state: SKAState | None = ...,
+    return_state: Literal[True],
+    backend: SKABackend = ...,
+) -> tuple[Float[Tensor, "b t h p"], SKAState]: ...
+def ska(
+    q: Float[Tensor, "b t h r"],
+    k: Float[Tensor, "b t h r"],
+    v: Float[Tensor, "b t h p"],
+    *,
+    coef: Float[Tensor, "h order"],
+    ridge: Float[Tensor, " h"] | float,
+    relative_ridge: bool = False,
+    causal: Causal = "exact",
+    chunk_size: int = 64,
+    mask: Bool[Tensor, "b t"] | None = None,
+    lengths: Int[Tensor, " b"] | None = None,
+    cu_seqlens: Int[Tensor, " n"] | None = None,
+    state: SKAState | None = None,
+    return_state: bool = False,
+    backend: SKABackend = "auto",
+) -> Float[Tensor, "b t h p"] | tuple[Float[Tensor, "b t h p"], SKAState]:
+    """Spectral Koopman Attention: recall by ridge regression from sums of fixed size.
+
+    With the sums G, M and C of the tokens a query may see (README.md beside this file),
+
+        y_t = sum_j coef_j C X (M X)^j q_t,    X = (G + ridge I)^-1.
+
+    Args:
+        q, k: Queries and keys of rank r.
+        v: Values.
+        coef: Filter coefficients of each head; column j weighs order j.
+        ridge: Positive, one for all heads or one each. Added to the Gram matrix as it is, or
+            multiplied by the largest key energy seen so far if `relative_ridge`.
+        causal: "exact": token t sees all tokens up to and including itself. "chunk": it sees the
+            chunks before its own. False: all tokens see all tokens of this call and the state.
+        chunk_size: The chunk of "chunk"; in the other modes only a matter of speed and rounding.
+        mask: False leaves a token out of the statistics; it still asks, and still takes its place.
+        lengths: Real tokens of each row, the rest being padding on the right. Padding reads
+            nothing, answers zero, and takes no place.
+        cu_seqlens: Boundaries `[0, ..., t]` of sequences packed into one row (b = 1); the state
+            then has a row for each sequence.
+        state: Continue from here. Left as it is; nothing is changed in place.
+        return_state: Also return the state after the last token.
+        backend: "naive" (a loop, for checking), "chunk" (parallel), "recurrent" (token by token),
+            or "auto": recurrent for a single token, parallel otherwise.
+
+    Returns:
+        The answers in the dtype of `v`, and the state (fp32, or fp64 for fp64 inputs) if asked.
+    """
+    _check_tensors(q, k, v, coef)
+    _check_settings(causal, relative_ridge, chunk_size)
+    require_finite(q=q, k=k, v=v, coef=coef, ridge=ridge if isinstance(ridge, Tensor) else None)
+    chosen = choose_ska(backend, causal=causal, tokens=q.shape[1])
+    with torch.autocast(q.device.type, enabled=False):
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
+        if mask is not None:
+            _check_mask(mask, q)
+            k_, v_ = _zero_where_not(mask, k_), _zero_where_not(mask, v_)
+        if cu_seqlens is not None:
+            lengths = _packed_lengths(cu_seqlens, lengths, q)
+            q_, k_, v_ = (unpack(x, lengths) for x in (q_, k_, v_))
+        elif lengths is not None:
+            _check_lengths(lengths, q)
+            real = torch.arange(q.shape[1], device=q.device) < lengths[:, None]
+            q_, k_, v_ = (_zero_where_not(real, x) for x in (q_, k_, v_))
+        problem = Problem(
+            q=q_,
+            k=k_,
+            v=v_,
+            coef=coef.to(dtype),
+            ridge=_per_head(ridge, q_),
+            relative_ridge=relative_ridge,
+            causal=causal,
+            chunk_size=chunk_size,
+            lengths=lengths,
+            state=_checked_state(state, q_, v_, causal, chunk_size),
+            fresh=state is None,
+        )
+        y, new_state = _run(chosen, problem, return_state)
+        if cu_seqlens is not None:
+            assert lengths is not None
+            y = pack(y, lengths)
+    y = y.to(v.dtype)
+    if not return_state:
+        return y
+    assert new_state is not None
+    return y, new_state
+
+
+def _run(
+    backend: SKABackend, problem: Problem, return_state: bool
+) -> tuple[Float[Tensor, "b t h p"], SKAState | None]:
+    if backend == "naive":
+        return ska_naive(problem)
+    if backend == "recurrent":
+        return ska_recurrent(problem)
+    return ska_chunk(problem, return_state)
+
+
+def _zero_where_not(keep: Bool[Tensor, "b t"], x: Float[Tensor, "b t h d"]) -> Tensor:
+    return torch.where(keep[:, :, None, None], x, torch.zeros_like(x))
+
+
+def _per_head(ridge: Float[Tensor, " h"] | float, q: Tensor) -> Float[Tensor, " h"]:
+    heads = q.shape[2]
+    if not isinstance(ridge, Tensor):
+        if not ridge > 0:
+            raise ValueError(f"ridge must be positive, got {ridge}; 0.03 * rank is a good start.")
+        return torch.full((heads,), ridge, device=q.device, dtype=q.dtype)
+    if ridge.shape not in ((), (heads,)):
+        raise ValueError(
+            f"ridge must be a number or one for each of {heads} heads, got shape "
+            f"{tuple(ridge.shape)}."
+        )
+    on_host = ridge.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and not bool((ridge > 0).all() | ridge.isnan().any()):
+        raise ValueError(f"ridge must be positive for every head, got {ridge.tolist()}.")
+    return ridge.to(q.dtype).expand(heads)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, coef: Tensor) -> None:
+    if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"q and k must be [B, T, H, r] and v [B, T, H, P]; got q {tuple(q.shape)}, "
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}."
+        )
+    if 0 in q.shape or 0 in v.shape:
+        raise ValueError(
+            f"ska needs at least one row, token, head and dimension; got q {tuple(q.shape)}, "
+            f"v {tuple(v.shape)}."
+        )
+    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
+        raise ValueError(
+            f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}."
+        )
+    if coef.dim() != 2 or coef.shape[0] != q.shape[2] or coef.shape[1] == 0:
+        raise ValueError(
+            f"coef must be [H, K + 1], one row for each of {q.shape[2]} heads and a column for "
+            f"each order from 0 to K; got {tuple(coef.shape)}."
+        )
+
+
+def _check_settings(causal: Causal, relative_ridge: bool, chunk_size: int) -> None:
+    if causal not in ("exact", "chunk", False):
+        raise ValueError(f'causal must be "exact", "chunk" or False, got {causal!r}.')
+    if causal == "exact" and relative_ridge:
+        raise ValueError(
+            'causal="exact" takes an absolute ridge, since a relative one would change with every '
+            'new largest key; drop relative_ridge or use causal="chunk".'
+        )
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+
+
+def _check_mask(mask: Tensor, q: Tensor) -> None:
+    if mask.shape != q.shape[:2] or mask.dtype != torch.bool:
+        raise ValueError(
+            f"mask must be a bool tensor [B, T] = {list(q.shape[:2])}, got {mask.dtype} "
+            f"{list(mask.shape)}."
+        )
+
+
+def _check_lengths(lengths: Tensor, q: Tensor) -> None:
+    batch, width = q.shape[:2]
+    if lengths.shape != (batch,) or lengths.is_floating_point():
+        raise ValueError(
+            f"lengths must hold one integer for each of {batch} rows, got {lengths.dtype} "
+            f"{list(lengths.shape)}."
+        )
+    if int(lengths.min()) < 0 or int(lengths.max()) > width:
+        raise ValueError(f"lengths must lie between 0 and T = {width}, got {lengths.tolist()}.")
+
+
+def _packed_lengths(
+    cu_seqlens: Int[Tensor, " n"], lengths: Tensor | None, q: Tensor
+) -> Int[Tensor, " n"]:
+    if lengths is not None:
+        raise ValueError("Give lengths (padded rows) or cu_seqlens (one packed row), not both.")
+    bounds = cu_seqlens.tolist()
+    rising = all(a <= b for a, b in pairwise(bounds))
+    if (
+        q.shape[0] != 1
+        or len(bounds) < 2
+        or not rising
+        or [bounds[0], bounds[-1]] != [0, q.shape[1]]
+    ):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to T = {q.shape[1]} over a single row, got {bounds} over "
+            f"{q.shape[0]} row(s)."
+        )
+    return cu_seqlens.diff().to(q.device)
+
+
+def _checked_state(
+    state: SKAState | None, q: Tensor, v: Tensor, causal: Causal, chunk_size: int
+) -> SKAState:
+    batch, _, heads, rank = q.shape
+    width = v.shape[-1]
+    if state is None:
+        return SKAState.init(batch, heads, rank, width, device=q.device, dtype=q.dtype)
+    wanted, got = (batch, heads, width, rank), tuple(state.value.shape)
+    if got != wanted:
+        raise ValueError(
+            f"The state is of another model or batch: it holds [rows, heads, value width, rank] = "
+            f"{list(got)}, this call has {list(wanted)}."
+        )
+    if state.gram.dtype != q.dtype or state.gram.device != q.device:
+        raise ValueError(
+            f"The state is {state.gram.dtype} on {state.gram.device}, this call computes in "
+            f"{q.dtype} on {q.device}; move it with state.to(...) or start anew."
+        )
+    if causal == "chunk" and state.chunk_size not in (None, chunk_size):
+        raise ValueError(
+            f"The state was made with chunk_size={state.chunk_size}; continue with that instead of "
+            f"{chunk_size}."
+        )
+    return state if causal == "chunk" else replace(state, readout=None, chunk_size=None)

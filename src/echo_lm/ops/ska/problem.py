@@ -1,0 +1,56 @@
+"""What the front door hands to every form once it has checked and prepared its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from echo_lm.ops.ska.state import SKAState
+
+Causal = Literal["exact", "chunk", False]
+
+SMALLEST_KEY_ENERGY = 1e-12
+"""A relative ridge stays positive when all keys are zero: the paper clamps the norm at 1e-6."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of SKA in fp32 or fp64. Masked tokens have zero keys and values."""
+
+    q: Float[Tensor, "b t h r"]
+    k: Float[Tensor, "b t h r"]
+    v: Float[Tensor, "b t h p"]
+    coef: Float[Tensor, "h order"]
+    ridge: Float[Tensor, " h"]
+    relative_ridge: bool
+    causal: Causal
+    chunk_size: int
+    lengths: Int[Tensor, " b"] | None
+    """Real tokens of each right-padded row; None when all are."""
+    state: SKAState
+    fresh: bool
+    """No state was given: every row starts from nothing."""
+
+    def ridge_at(self, key_energy: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
+        """lam, given the largest key energy seen so far."""
+        if self.relative_ridge:
+            return self.ridge * key_energy.clamp_min(SMALLEST_KEY_ENERGY)
+        return self.ridge.expand_as(key_energy)
+
+    def active(self, t: int) -> Bool[Tensor, " b"]:
+        """Rows that have a token at step t."""
+        if self.lengths is None:
+            return torch.ones(self.k.shape[0], dtype=torch.bool, device=self.k.device)
+        return t < self.lengths
+
+
+def add_ridge(
+    gram: Float[Tensor, "*batch r r"], ridge: Float[Tensor, "*batch"]
+) -> Float[Tensor, "*batch r r"]:
+    """G + lam I"""
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return gram + ridge[..., None, None] * identity

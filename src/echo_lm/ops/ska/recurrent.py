@@ -1,0 +1,130 @@
+"""SKA one token at a time, O(r^2 + r P) each: for decoding.
+
+Exact mode keeps X and follows it by rank-one (Sherman-Morrison) updates; every `chunk_size` tokens
+it is built anew from the Gram matrix so that rounding cannot drift. Chunk mode keeps W and builds
+it anew where a chunk begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from echo_lm.ops.ska.linalg import spd_inverse
+from echo_lm.ops.ska.problem import Problem, add_ridge
+from echo_lm.ops.ska.state import SKAState, outer
+
+
+def ska_recurrent(problem: Problem) -> tuple[Float[Tensor, "b t h p"], SKAState]:
+    """Step through the tokens of a causal problem."""
+    step = exact_step if problem.causal == "exact" else chunk_step
+    prepare = with_inverse if problem.causal == "exact" else with_readout
+    state = prepare(problem, problem.state)
+    outputs = []
+    for t in range(problem.q.shape[1]):
+        active = problem.active(t)
+        y, state = step(problem, state, t, active)
+        outputs.append(y * active.view(-1, 1, 1))
+    return torch.stack(outputs, dim=1), state
+
+
+def exact_step(
+    problem: Problem, state: SKAState, t: int, active: Bool[Tensor, " b"]
+) -> tuple[Float[Tensor, "b h p"], SKAState]:
+    """Read token t, then answer it: y = C sum_j c_j (X M)^j X q."""
+    X = rebuild_inverse(problem, state, active)
+    k = problem.k[:, t] * active.view(-1, 1, 1)
+    Xk = apply(X, k)
+    gain = 1 / (1 + (k * Xk).sum(-1))
+    X = X - gain[..., None, None] * outer(Xk, Xk)
+    state = replace(state.read(problem.k[:, t], problem.v[:, t], active), inverse=X)
+
+    u = apply(X, problem.q[:, t])
+    mixed = problem.coef[:, 0, None] * u
+    for c in problem.coef.unbind(-1)[1:]:
+        u = apply(X, apply(state.lag, u))
+        mixed = mixed + c[:, None] * u
+    return apply(state.value, mixed), state
+
+
+def chunk_step(
+    problem: Problem, state: SKAState, t: int, active: Bool[Tensor, " b"]
+) -> tuple[Float[Tensor, "b h p"], SKAState]:
+    """Answer token t from the chunks before its own, then read it."""
+    state = rebuild_readout(problem, state, active)
+    assert state.readout is not None
+    y = apply(state.readout, problem.q[:, t])
+    return y, state.read(problem.k[:, t], problem.v[:, t], active)
+
+
+def with_inverse(problem: Problem, state: SKAState) -> SKAState:
+    """A state whose inverse belongs to this ridge."""
+    ridge = problem.ridge_at(state.key_energy)
+    cached = state.inverse_ridge
+    if state.inverse is None or cached is None or not torch.equal(cached, ridge):
+        state = replace(state, inverse=spd_inverse(add_ridge(state.gram, ridge)))
+    return replace(state, inverse_ridge=ridge, readout=None, chunk_size=None)
+
+
+def with_readout(problem: Problem, state: SKAState) -> SKAState:
+    """A state that can answer; one without a read-out answers from all it holds."""
+    if state.readout is None:
+        ridge = problem.ridge_at(state.key_energy)
+        state = replace(state, readout=readout_matrix(state, problem.coef, ridge))
+    return replace(state, inverse=None, inverse_ridge=None, chunk_size=problem.chunk_size)
+
+
+def rebuild_inverse(
+    problem: Problem, state: SKAState, active: Bool[Tensor, " b"]
+) -> Float[Tensor, "b h r r"]:
+    assert state.inverse is not None
+    rows = rows_at_boundary(problem, state, active)
+    if len(rows) == 0:
+        return state.inverse
+    ridge = problem.ridge_at(state.key_energy[rows])
+    return state.inverse.index_copy(0, rows, spd_inverse(add_ridge(state.gram[rows], ridge)))
+
+
+def rebuild_readout(problem: Problem, state: SKAState, active: Bool[Tensor, " b"]) -> SKAState:
+    assert state.readout is not None
+    rows = rows_at_boundary(problem, state, active)
+    if len(rows) == 0:
+        return state
+    due = replace(state, inverse=None, readout=None).reorder(rows)
+    fresh = readout_matrix(due, problem.coef, problem.ridge_at(due.key_energy))
+    return replace(state, readout=state.readout.index_copy(0, rows, fresh))
+
+
+def rows_at_boundary(
+    problem: Problem, state: SKAState, active: Bool[Tensor, " b"]
+) -> Int[Tensor, " n"]:
+    return (active & (state.count % problem.chunk_size == 0)).nonzero().squeeze(-1)
+
+
+def readout_matrix(
+    state: SKAState, coef: Float[Tensor, "h order"], ridge: Float[Tensor, "b h"]
+) -> Float[Tensor, "b h p r"]:
+    """W = sum_j c_j C X (M X)^j from the sums of a state."""
+    return combine(state.value, state.lag, spd_inverse(add_ridge(state.gram, ridge)), coef)
+
+
+def combine(
+    value: Float[Tensor, "b h p r"],
+    lag: Float[Tensor, "b h r r"],
+    inverse: Float[Tensor, "b h r r"],
+    coef: Float[Tensor, "h order"],
+) -> Float[Tensor, "b h p r"]:
+    """W = sum_j c_j C X (M X)^j"""
+    term = value @ inverse
+    W = coef[:, 0, None, None] * term
+    for c in coef.unbind(-1)[1:]:
+        term = term @ lag @ inverse
+        W = W + c[:, None, None] * term
+    return W
+
+
+def apply(matrix: Float[Tensor, "b h m n"], x: Float[Tensor, "b h n"]) -> Float[Tensor, "b h m"]:
+    return (matrix @ x.unsqueeze(-1)).squeeze(-1)
