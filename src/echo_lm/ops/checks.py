@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
-_debug: ContextVar[bool] = ContextVar("echo_lm_debug")
+# A plain global, not a context variable: torch.compile can guard on it.
+_debug = os.environ.get("ECHO_LM_DEBUG", "0") == "1"
 
 
 def debugging() -> bool:
     """True inside `debug()`, or everywhere when ECHO_LM_DEBUG=1."""
-    return _debug.get(os.environ.get("ECHO_LM_DEBUG", "0") == "1")
+    return _debug
 
 
 @contextmanager
 def debug(enabled: bool = True) -> Iterator[None]:
     """Have every operator refuse inputs that are not finite, naming the first one found."""
-    token = _debug.set(enabled)
+    global _debug
+    before, _debug = _debug, enabled
     try:
         yield
     finally:
-        _debug.reset(token)
+        _debug = before
 
 
 def require_finite(**tensors: Tensor | None) -> None:

@@ -1,0 +1,116 @@
+"""Causal depth-wise short convolution, as in front of state-space scans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from echo_lm.ops.checks import require_finite
+from echo_lm.ops.state import TensorState
+
+
+@dataclass
+class ConvState(TensorState):
+    """The inputs that later outputs still need: the last `kernel - 1`, oldest first."""
+
+    window: Float[Tensor, "b w d"]
+
+    @classmethod
+    def init(
+        cls,
+        batch: int,
+        channels: int,
+        kernel_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> ConvState:
+        """The state of someone who has read nothing, which is like having read zeros."""
+        return cls(torch.zeros(batch, kernel_size - 1, channels, device=device, dtype=dtype))
+
+
+class ShortConv(nn.Module):
+    """y_t = sum_j weight_j x_{t-kernel+1+j} + bias for each channel by itself, SiLU if asked for.
+
+    A sum of shifted products in fp32 rather than a library convolution: a step then does the very
+    arithmetic of the parallel pass, and nothing but the window can reach an output.
+    """
+
+    def __init__(
+        self, channels: int, kernel_size: int = 4, *, bias: bool = True, silu: bool = True
+    ) -> None:
+        super().__init__()
+        if channels < 1 or kernel_size < 1:
+            raise ValueError(
+                f"channels is {channels} and kernel_size is {kernel_size}, "
+                "but both must be at least 1."
+            )
+        self.channels = channels
+        self.kernel_size = kernel_size
+        self.silu = silu
+        self.weight = nn.Parameter(torch.empty(channels, kernel_size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        if self.bias is not None:
+            self.bias._no_weight_decay = True  # type: ignore[attr-defined]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform within 1 / sqrt(kernel), as torch's own convolutions."""
+        bound = self.kernel_size**-0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def init_state(self, batch: int) -> ConvState:
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        device = self.weight.device
+        return ConvState.init(batch, self.channels, self.kernel_size, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        state: ConvState | None = None,
+        *,
+        lengths: Int[Tensor, " b"] | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], ConvState]:
+        self._check(x, state)
+        state = self.init_state(x.shape[0]) if state is None else state
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        history = torch.cat([state.window.to(dtype), x.to(dtype)], dim=1)
+        y = self._convolve(history, x.shape[1]).to(x.dtype)
+        return y, self._remember(history, lengths)
+
+    def _convolve(self, history: Float[Tensor, "b w d"], tokens: int) -> Float[Tensor, "b t d"]:
+        weight = self.weight.to(history.dtype)
+        y = torch.zeros_like(weight[:, 0]) if self.bias is None else self.bias.to(history.dtype)
+        for j in range(self.kernel_size):
+            y = torch.addcmul(y, history[:, j : j + tokens], weight[:, j])
+        return F.silu(y) if self.silu else y
+
+    def _remember(
+        self, history: Float[Tensor, "b w d"], lengths: Int[Tensor, " b"] | None
+    ) -> ConvState:
+        """The last inputs of each row; a row's real ones end `lengths` after the old window."""
+        width = self.kernel_size - 1
+        if lengths is None:
+            return ConvState(history[:, history.shape[1] - width :].clone())
+        rows = torch.arange(len(history), device=history.device).unsqueeze(1)
+        places = lengths.unsqueeze(1) + torch.arange(width, device=history.device)
+        return ConvState(history[rows, places])
+
+    def _check(self, x: Tensor, state: ConvState | None) -> None:
+        if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != self.channels:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, but the convolution takes "
+                f"[batch, time, {self.channels}] with at least one token."
+            )
+        needed = (x.shape[0], self.kernel_size - 1, self.channels)
+        if state is not None and state.window.shape != needed:
+            raise ValueError(
+                f"state has a window of shape {tuple(state.window.shape)}, but this call continues "
+                f"one of {needed}: pass a state of this layer, or None to begin anew."
+            )
+        require_finite(x=x)

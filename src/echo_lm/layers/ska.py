@@ -1,0 +1,199 @@
+"""Spectral Koopman Attention as a layer: projections around `echo_lm.ops.ska`."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from echo_lm.layers.lift import ClebschGordanLift
+from echo_lm.layers.parameters import no_weight_decay
+from echo_lm.layers.rotary import rotary_tables, rotate
+from echo_lm.ops import SKAState, ska
+from echo_lm.ops.ska.problem import Causal
+
+Filter = Literal["bank", "power"]
+
+GAMMA_START = 1.05
+"""Inside the paper's [1, 1.5]; at either end the gradient of a bounded parameter vanishes."""
+
+
+class SpectralKoopmanAttention(nn.Module):
+    """Recall from a memory of fixed size, in the place of attention.
+
+    Args:
+        dim: Width of the residual stream.
+        heads: Number of heads; values are `dim / heads` wide.
+        rank: Width r of keys and queries, and so the size of the memory.
+        filter: "bank" trains the weight of every order up to `order` (head h starts at order
+            h mod (order + 1)); "power" is the paper's, the one order `order` scaled by gamma.
+        order: The highest power K of the whitened operator.
+        causal: "exact", "chunk" or False; see `ska`.
+        chunk_size: Chunk of "chunk".
+        ridge: The ridge at the start. 0.03 * rank if None, or 1e-3 if relative.
+        relative_ridge: Fix the ridge as a share of the largest key energy, as the paper does,
+            instead of learning it for each head.
+        eta: The output's scale at the start.
+        lift: Width N of rotary keys that pass through the Clebsch-Gordan lift; 0 for none.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int,
+        rank: int,
+        filter: Filter = "bank",
+        order: int = 2,
+        causal: Causal = "exact",
+        chunk_size: int = 64,
+        ridge: float | None = None,
+        relative_ridge: bool = False,
+        eta: float = 1.5,
+        lift: int = 0,
+    ) -> None:
+        super().__init__()
+        _check(dim, heads, rank, filter, order, lift)
+        self.heads, self.rank, self.value_dim = heads, rank, dim // heads
+        self.causal, self.chunk_size = causal, chunk_size
+        self.filter, self.order, self.relative_ridge = filter, order, relative_ridge
+
+        key_dim = lift or rank
+        self.q_proj = nn.Linear(dim, heads * key_dim, bias=False)
+        self.k_proj = nn.Linear(dim, heads * key_dim, bias=False)
+        self.v_proj = nn.Linear(dim, dim, bias=False)
+        self.out_proj = nn.Linear(dim, dim, bias=False)
+        self.lift = ClebschGordanLift(lift, rank=rank, heads=heads) if lift else None
+        self.eta = _spectral(torch.tensor(float(eta)))
+        if filter == "bank":
+            self.coef = _spectral(_one_hot_orders(heads, order))
+        else:
+            self.raw_gamma = _spectral(torch.tensor(_logit((GAMMA_START - 1) / 0.5)))
+        if ridge is None:
+            ridge = 1e-3 if relative_ridge else 0.03 * rank
+        self.fixed_ridge = ridge if relative_ridge else None
+        if not relative_ridge:
+            self.raw_ridge = _spectral(torch.full((heads,), _inverse_softplus(ridge)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Orthonormal keys and queries for each head, Xavier values, a silent output."""
+        for proj in (self.q_proj, self.k_proj):
+            for head in proj.weight.data.chunk(self.heads):
+                nn.init.orthogonal_(head)
+        nn.init.xavier_uniform_(self.v_proj.weight)
+        nn.init.zeros_(self.out_proj.weight)
+
+    @property
+    def ridge(self) -> Float[Tensor, " h"] | float:
+        """lam of each head, or the share of the key energy if relative."""
+        if self.fixed_ridge is not None:
+            return self.fixed_ridge
+        return F.softplus(self.raw_ridge.float())
+
+    @property
+    def coefficients(self) -> Float[Tensor, "h order"]:
+        """c_j of each head."""
+        if self.filter == "bank":
+            return self.coef
+        gamma = 1 + 0.5 * torch.sigmoid(self.raw_gamma)
+        powers = torch.zeros(self.order + 1, device=gamma.device, dtype=gamma.dtype)
+        powers[self.order] = 1
+        return (gamma**self.order * powers).expand(self.heads, -1)
+
+    def init_state(self, batch: int) -> SKAState:
+        device, dtype = self.k_proj.weight.device, self._state_dtype
+        return SKAState.init(
+            batch, self.heads, self.rank, self.value_dim, device=device, dtype=dtype
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        state: SKAState | None = None,
+        *,
+        lengths: Int[Tensor, " b"] | None = None,
+        mask: Bool[Tensor, "b t"] | None = None,
+        return_state: bool = True,
+    ) -> tuple[Float[Tensor, "b t d"], SKAState | None]:
+        """Answer every position; `mask` leaves positions out of the memory."""
+        q, k, v = (
+            proj(x).unflatten(-1, (self.heads, -1))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.lift is not None:
+            q, k = self._lifted(q, k, state)
+        recall = partial(
+            ska,
+            q,
+            k,
+            v,
+            coef=self.coefficients,
+            ridge=self.ridge,
+            relative_ridge=self.relative_ridge,
+            causal=self.causal,
+            chunk_size=self.chunk_size,
+            mask=mask,
+            lengths=lengths,
+            state=state,
+        )
+        y, new_state = recall(return_state=True) if return_state else (recall(), None)
+        return self.out_proj(self.eta.to(y.dtype) * y.flatten(-2)), new_state
+
+    def _lifted(self, q: Tensor, k: Tensor, state: SKAState | None) -> tuple[Tensor, Tensor]:
+        """Turn keys and queries by their positions, then lift them to rank r."""
+        assert self.lift is not None
+        positions = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
+        if state is not None:
+            positions = positions + state.count[:, None]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        cos, sin = rotary_tables(positions, q.shape[-1], dtype=dtype)
+        return self.lift(rotate(q, cos, sin)), self.lift(rotate(k, cos, sin))
+
+    @property
+    def _state_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.k_proj.weight.dtype, torch.float32)
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.heads}, rank={self.rank}, filter={self.filter!r}, order={self.order}, "
+            f"causal={self.causal!r}"
+        )
+
+
+def _check(dim: int, heads: int, rank: int, filter: str, order: int, lift: int) -> None:
+    if heads < 1 or dim % heads:
+        raise ValueError(f"dim must be a multiple of heads, got dim={dim} and heads={heads}.")
+    if not 1 <= (lift or rank) <= dim:
+        raise ValueError(
+            f"rank (or lift) must lie between 1 and dim={dim} for orthonormal projections, got "
+            f"rank={rank}, lift={lift}."
+        )
+    if filter not in ("bank", "power"):
+        raise ValueError(f'filter must be "bank" or "power", got {filter!r}.')
+    if order < 0:
+        raise ValueError(f"order must be 0 or more, got {order}.")
+
+
+def _spectral(value: Tensor) -> nn.Parameter:
+    """A parameter of the operator itself, which weight decay must not pull to zero."""
+    parameter = nn.Parameter(value)
+    no_weight_decay(parameter)
+    return parameter
+
+
+def _one_hot_orders(heads: int, order: int) -> Float[Tensor, "h order"]:
+    return F.one_hot(torch.arange(heads) % (order + 1), order + 1).float()
+
+
+def _inverse_softplus(y: float) -> float:
+    return y + math.log(-math.expm1(-y))
+
+
+def _logit(p: float) -> float:
+    return math.log(p / (1 - p))

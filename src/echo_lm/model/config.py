@@ -1,0 +1,194 @@
+"""What an Echo model is made of. Free of torch, so that reading a configuration is instant."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Mixer = Literal["ska", "mamba2", "mamba3", "attention", "mamba3+ska"]
+MLP = Literal["koopman", "koopman-gated", "swiglu", "none"]
+
+MODEL_TYPE = "echo"
+
+
+@dataclass(frozen=True)
+class SKAConfig:
+    """Settings of `SpectralKoopmanAttention`, which describes them."""
+
+    rank: int = 48
+    filter: Literal["bank", "power"] = "bank"
+    order: int = 2
+    causal: Literal["exact", "chunk", False] = "exact"
+    chunk_size: int = 64
+    ridge: float | None = None
+    relative_ridge: bool = False
+    eta: float = 1.5
+    lift: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, "rank", "chunk_size", "eta")
+        _one_of(self, "filter", "bank", "power")
+        _one_of(self, "causal", "exact", "chunk", False)
+        if self.order < 0 or self.lift < 0 or self.lift % 2:
+            raise ValueError(
+                f"ska.order must be 0 or more and ska.lift 0 or an even width, got "
+                f"order={self.order}, lift={self.lift}."
+            )
+        if self.ridge is not None:
+            _positive(self, "ridge")
+        if self.relative_ridge and self.causal == "exact":
+            raise ValueError(
+                'ska.relative_ridge needs ska.causal="chunk" or False; the exact mode takes an '
+                "absolute ridge."
+            )
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Settings of `Mamba2`, which describes them."""
+
+    state_dim: int = 64
+    head_dim: int = 64
+    expand: int = 2
+    groups: int = 1
+    conv_kernel: int = 4
+
+    def __post_init__(self) -> None:
+        _positive(self, *(f.name for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Mamba3Config:
+    """Settings of `Mamba3`, which describes them."""
+
+    state_dim: int = 64
+    head_dim: int = 64
+    expand: int = 2
+    rank: int = 1
+    rope_fraction: float = 0.5
+    gate: bool = True
+    conv_kernel: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, "state_dim", "head_dim", "expand", "rank")
+
+
+@dataclass(frozen=True)
+class EchoConfig:
+    """A stack of blocks, each a sequence mixer and a feed-forward layer."""
+
+    dim: int
+    """Width of the residual stream."""
+    mixers: tuple[Mixer, ...]
+    """The sequence layer of each block; "mamba3+ska" is one after the other."""
+    vocab_size: int = 32_000
+    heads: int = 12
+    """Heads of SKA and attention."""
+    mlp: MLP = "koopman"
+    mlp_hidden: int | None = None
+    """Hidden width of the feed-forward layer; 8/3 dim rounded up to 64s if None."""
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    ska: SKAConfig = field(default_factory=SKAConfig)
+    mamba2: Mamba2Config = field(default_factory=Mamba2Config)
+    mamba3: Mamba3Config = field(default_factory=Mamba3Config)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mixers", tuple(self.mixers))
+        _positive(self, "dim", "vocab_size", "heads", "norm_eps", "rope_theta")
+        if not self.mixers:
+            raise ValueError("mixers must name the sequence layer of at least one block.")
+        for mixer in self.mixers:
+            if mixer not in get_args(Mixer):
+                known = ", ".join(get_args(Mixer))
+                raise ValueError(f"mixers may hold {known}; got {mixer!r}.")
+        _one_of(self, "mlp", *get_args(MLP))
+        if self.dim % self.heads:
+            raise ValueError(f"dim must be a multiple of heads, got {self.dim} and {self.heads}.")
+        if self.mlp_hidden is not None:
+            _positive(self, "mlp_hidden")
+
+    @classmethod
+    def preset(cls, name: str) -> EchoConfig:
+        """A configuration by name; `presets()` lists them."""
+        from echo_lm.model.presets import PRESETS
+
+        if name not in PRESETS:
+            raise ValueError(f"There is no preset {name!r}; there are {', '.join(PRESETS)}.")
+        return PRESETS[name]
+
+    @classmethod
+    def presets(cls) -> list[str]:
+        from echo_lm.model.presets import PRESETS
+
+        return list(PRESETS)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": MODEL_TYPE, **asdict(self), "mixers": list(self.mixers)}
+
+    @classmethod
+    def from_dict(cls, entries: dict[str, Any]) -> EchoConfig:
+        entries = dict(entries)
+        kind = entries.pop("model_type", MODEL_TYPE)
+        if kind != MODEL_TYPE:
+            raise ValueError(
+                f"This is the configuration of a {kind!r} model, not of an Echo model."
+            )
+        for name, part in (("ska", SKAConfig), ("mamba2", Mamba2Config), ("mamba3", Mamba3Config)):
+            if name in entries:
+                entries[name] = _build(part, entries[name], f"{name}.")
+        return _build(cls, entries, "")
+
+    def save(self, path: str | Path) -> None:
+        """Write the configuration as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> EchoConfig:
+        """Read a configuration written by `save`."""
+        try:
+            entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"There is no configuration at {path}.") from None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a JSON configuration: {error}.") from None
+        if not isinstance(entries, dict):
+            raise ValueError(f"{path} must hold a JSON object, not a {type(entries).__name__}.")
+        return cls.from_dict(entries)
+
+
+def _build(cls: Any, entries: Any, prefix: str) -> Any:
+    """Construct a dataclass from JSON, naming what is unknown or missing."""
+    if not isinstance(entries, dict):
+        raise ValueError(f"{prefix.rstrip('.')} must be an object of settings, got {entries!r}.")
+    known = {f.name: f for f in fields(cls)}
+    unknown = [prefix + name for name in entries if name not in known]
+    if unknown:
+        raise ValueError(
+            f"The configuration holds {', '.join(unknown)}, which this version of Echo does not "
+            f"know; it knows {', '.join(prefix + name for name in known)}."
+        )
+    missing = [
+        prefix + name
+        for name, f in known.items()
+        if name not in entries and f.default is MISSING and f.default_factory is MISSING
+    ]
+    if missing:
+        raise ValueError(f"The configuration lacks {', '.join(missing)}.")
+    return cls(**entries)
+
+
+def _positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{name} must be a positive number, got {value!r}.")
+
+
+def _one_of(config: Any, name: str, *allowed: object) -> None:
+    value = getattr(config, name)
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")

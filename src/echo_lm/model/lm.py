@@ -1,0 +1,295 @@
+"""The language model: embeddings, a stack of blocks, and a head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from echo_lm.layers import (
+    Attention,
+    Mamba2,
+    Mamba3,
+    SpectralKoopmanAttention,
+    SpectralKoopmanMLP,
+    SwiGLU,
+)
+from echo_lm.model.config import EchoConfig
+from echo_lm.model.generate import GenerationOptions, TokenStream
+from echo_lm.model.padding import Alignment
+from echo_lm.model.pretrained import load_pretrained, save_pretrained
+from echo_lm.model.state import EchoState
+from echo_lm.ops.checks import debugging
+from echo_lm.ops.state import TensorState
+
+IGNORED_LABEL = -100
+
+
+@dataclass
+class EchoOutput:
+    logits: Float[Tensor, "b t vocab"]
+    loss: Float[Tensor, ""] | None = None
+    """Mean cross-entropy of the next token, over the labels that are not -100."""
+    state: EchoState | None = None
+
+
+class Block(nn.Module):
+    """A sequence layer (or several) and a feed-forward layer, each behind a norm."""
+
+    def __init__(self, config: EchoConfig, kind: str) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(build_mixer(config, one) for one in kind.split("+"))
+        self.mixer_norms = nn.ModuleList(
+            nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in self.mixers
+        )
+        self.mlp = build_mlp(config)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if self.mlp else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        states: list[TensorState] | None,
+        *,
+        lengths: Int[Tensor, " b"] | None,
+        statistics_mask: Bool[Tensor, "b t"] | None,
+        return_state: bool,
+    ) -> tuple[Float[Tensor, "b t d"], list[TensorState]]:
+        new_states = []
+        for i, (norm, mixer) in enumerate(zip(self.mixer_norms, self.mixers, strict=True)):
+            recalls = isinstance(mixer, SpectralKoopmanAttention)
+            options = {"mask": statistics_mask} if recalls else {}
+            y, state = mixer(
+                norm(x),
+                None if states is None else states[i],
+                lengths=lengths,
+                return_state=return_state,
+                **options,
+            )
+            x = x + y
+            new_states.append(state)
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, new_states
+
+
+class EchoLM(nn.Module):
+    """A language model whose memory does not grow.
+
+    >>> model = EchoLM(EchoConfig.preset("synthetic-ska"))
+    >>> out = model(input_ids, labels=input_ids)
+    >>> out = model(more_ids, state=model(input_ids, return_state=True).state)
+    """
+
+    def __init__(self, config: EchoConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config, kind) for kind in config.mixers)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.reset_parameters()
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Layers initialise themselves; what they add to the stream shrinks with depth."""
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)
+        outputs = [m.out_proj for m in self.modules() if isinstance(m, LAYERS)]
+        for out_proj in outputs:
+            out_proj.weight.div_(math.sqrt(len(outputs)))
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        labels: Int[Tensor, "b t"] | None = None,
+        state: EchoState | None = None,
+        return_state: bool = False,
+        attention_mask: Int[Tensor, "b t"] | None = None,
+        statistics_mask: Bool[Tensor, "b t"] | None = None,
+    ) -> EchoOutput:
+        """Predict the token after each one.
+
+        Args:
+            input_ids: Tokens.
+            labels: The same tokens; each is the target of the one before it, -100 is none.
+            state: Continue after what was read before.
+            return_state: Also return the state after the last token.
+            attention_mask: 0 at padding, which may lie anywhere and influences nothing.
+            statistics_mask: False leaves a token out of SKA's memory (the paper's action mask).
+        """
+        self._check(input_ids, labels, state, attention_mask, statistics_mask)
+        rows = None if attention_mask is None else Alignment.of(attention_mask)
+        lengths = None
+        if rows is not None:
+            lengths, input_ids = rows.lengths, rows.align(input_ids)
+            labels = None if labels is None else rows.align(labels)
+            if labels is not None:
+                labels = labels.masked_fill(rows.padding, IGNORED_LABEL)
+            if statistics_mask is not None:
+                statistics_mask = rows.align(statistics_mask)
+        x, new_states = self._read(input_ids, state, lengths, statistics_mask, return_state)
+        logits = self.head(self.norm(x))
+        loss = None if labels is None else next_token_loss(logits, labels)
+        if rows is not None:
+            logits = rows.restore(logits)
+        if not return_state:
+            return EchoOutput(logits, loss)
+        before = input_ids.new_zeros(len(input_ids)) if state is None else state.count
+        count = before + (input_ids.shape[1] if lengths is None else lengths)
+        return EchoOutput(logits, loss, EchoState(tuple(new_states), count))
+
+    def _read(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        state: EchoState | None,
+        lengths: Int[Tensor, " b"] | None,
+        statistics_mask: Bool[Tensor, "b t"] | None,
+        return_state: bool,
+    ) -> tuple[Float[Tensor, "b t d"], list[TensorState]]:
+        """Run the blocks."""
+        x = self.embedding(input_ids)
+        past = None if state is None else list(state.layers)
+        new_states: list[TensorState] = []
+        for block in self.blocks:
+            here = None
+            if past is not None:
+                depth = len(cast(Block, block).mixers)
+                here, past = past[:depth], past[depth:]
+            x, states = block(
+                x,
+                here,
+                lengths=lengths,
+                statistics_mask=statistics_mask,
+                return_state=return_state,
+            )
+            new_states += states
+        return x, new_states
+
+    def stream(
+        self, input_ids: Int[Tensor, "b t"], **options: Unpack[GenerationOptions]
+    ) -> TokenStream:
+        """Read the prompt; new tokens `[B]` come as the result is iterated over."""
+        return TokenStream(self, input_ids, **options)
+
+    def generate(
+        self, input_ids: Int[Tensor, "b t"], **options: Unpack[GenerationOptions]
+    ) -> Int[Tensor, "b total"]:
+        """The prompt followed by new tokens; greedy unless `do_sample=True`."""
+        new = list(self.stream(input_ids, **options))
+        return torch.cat([input_ids, torch.stack(new, dim=1)], dim=1)
+
+    def mixers(self) -> list[Any]:
+        """The sequence layers in order: one for each layer of an `EchoState`."""
+        return [mixer for block in self.blocks for mixer in cast(Block, block).mixers]
+
+    def init_state(self, batch: int = 1) -> EchoState:
+        """The state of someone who has read nothing."""
+        count = torch.zeros(batch, dtype=torch.int64, device=self.embedding.weight.device)
+        return EchoState(tuple(mixer.init_state(batch) for mixer in self.mixers()), count)
+
+    def num_parameters(self) -> int:
+        """Parameters, tied ones counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write `config.json` and `model.safetensors`."""
+        save_pretrained(self, directory)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> EchoLM:
+        """Read a model written by `save_pretrained`."""
+        return load_pretrained(cls, directory, device=device, dtype=dtype)
+
+    def _check(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        state: EchoState | None,
+        *masks: Tensor | None,
+    ) -> None:
+        if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
+            raise ValueError(
+                f"input_ids must be integers [B, T] with at least one token, got "
+                f"{input_ids.dtype} {list(input_ids.shape)}."
+            )
+        if input_ids.device.type == "cpu" or debugging():
+            low, high = int(input_ids.min()), int(input_ids.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"input_ids must lie between 0 and {self.config.vocab_size - 1}, got "
+                    f"{low if low < 0 else high}; is the tokenizer that of this model?"
+                )
+        names = ("labels", "attention_mask", "statistics_mask")
+        for name, other in zip(names, (labels, *masks), strict=True):
+            if other is not None and other.shape != input_ids.shape:
+                raise ValueError(
+                    f"{name} must have the shape of input_ids {list(input_ids.shape)}, got "
+                    f"{list(other.shape)}."
+                )
+        if state is not None:
+            self._check_state(state, len(input_ids))
+
+    def _check_state(self, state: EchoState, batch: int) -> None:
+        if not isinstance(state, EchoState):
+            raise ValueError(f"state must be an EchoState, got {type(state).__name__}.")
+        wanted = [type(layer).__name__ for layer in self.init_state(1).layers]
+        got = [type(layer).__name__ for layer in state.layers]
+        if wanted != got:
+            raise ValueError(
+                f"The state is of another model: its layers are {', '.join(got)}; this model has "
+                f"{', '.join(wanted)}."
+            )
+        if len(state.count) != batch:
+            raise ValueError(
+                f"The state holds {len(state.count)} rows and input_ids {batch}; use "
+                "state.reorder(rows) to pick rows."
+            )
+
+
+LAYERS = (Attention, Mamba2, Mamba3, SpectralKoopmanAttention, SpectralKoopmanMLP, SwiGLU)
+
+
+def build_mixer(config: EchoConfig, kind: str) -> nn.Module:
+    """The sequence layer of that name."""
+    if kind == "ska":
+        return SpectralKoopmanAttention(config.dim, heads=config.heads, **asdict(config.ska))
+    if kind == "mamba2":
+        return Mamba2(config.dim, **asdict(config.mamba2))
+    if kind == "mamba3":
+        return Mamba3(config.dim, **asdict(config.mamba3))
+    return Attention(config.dim, heads=config.heads, rope_theta=config.rope_theta)
+
+
+def build_mlp(config: EchoConfig) -> nn.Module | None:
+    """The feed-forward layer, if there is one."""
+    options: dict[str, Any] = {"hidden": config.mlp_hidden}
+    if config.mlp == "none":
+        return None
+    if config.mlp == "swiglu":
+        return SwiGLU(config.dim, **options)
+    return SpectralKoopmanMLP(config.dim, gated=config.mlp == "koopman-gated", **options)
+
+
+def next_token_loss(
+    logits: Float[Tensor, "b t vocab"], labels: Int[Tensor, "b t"]
+) -> Float[Tensor, ""]:
+    """Cross-entropy of each label under the logits one place before it."""
+    if labels.shape[1] < 2:
+        raise ValueError("labels need at least two tokens: each is predicted by the one before.")
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL
+    )

@@ -1,0 +1,80 @@
+"""Models on disk: `config.json` beside `model.safetensors`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from echo_lm.model.config import EchoConfig
+
+if TYPE_CHECKING:
+    from echo_lm.model.lm import EchoLM
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+TIED = "head.weight"
+
+
+def save_pretrained(model: EchoLM, directory: str | Path) -> None:
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
+    if model.config.tie_embeddings:
+        del weights[TIED]
+    model.config.save(directory / CONFIG_FILE)
+    save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def load_pretrained(
+    cls: type[EchoLM],
+    directory: str | Path,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> EchoLM:
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"There is no model directory at {directory}.")
+    config = EchoConfig.load(directory / CONFIG_FILE)
+    weights = _read_weights(directory / WEIGHTS_FILE)
+    model = cls(config)
+    if config.tie_embeddings and "embedding.weight" in weights:
+        weights.setdefault(TIED, weights["embedding.weight"])
+    _check_weights(weights, model.state_dict(), directory / WEIGHTS_FILE)
+    model.load_state_dict(weights)
+    stored = weights["embedding.weight"].dtype
+    return model.to(device=device, dtype=dtype or stored)
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise ValueError(f"There are no weights at {path}.") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a safetensors file, or is cut short: {error}.") from None
+
+
+def _check_weights(got: dict[str, Tensor], wanted: dict[str, Tensor], path: Path) -> None:
+    missing, unknown = sorted(wanted.keys() - got.keys()), sorted(got.keys() - wanted.keys())
+    if missing or unknown:
+        parts = [f"lacks {_some(missing)}"] * bool(missing) + [
+            f"holds {_some(unknown)}, which the model does not have"
+        ] * bool(unknown)
+        raise ValueError(f"{path} does not fit its config.json: it {' and '.join(parts)}.")
+    for name, tensor in wanted.items():
+        if got[name].shape != tensor.shape:
+            raise ValueError(
+                f"{path} does not fit its config.json: {name} is {list(got[name].shape)} in the "
+                f"file and {list(tensor.shape)} in the model."
+            )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,213 @@
+"""The front door of the scan: checks its arguments, prepares them, chooses a form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, overload
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from echo_lm.ops.checks import require_finite
+from echo_lm.ops.ssd.checks import check_inputs, check_lengths, check_state
+from echo_lm.ops.ssd.chunk import ssd_chunk
+from echo_lm.ops.ssd.naive import ssd_naive
+from echo_lm.ops.ssd.problem import Problem, Trapezoid, to_heads
+from echo_lm.ops.ssd.recurrent import ssd_recurrent
+from echo_lm.ops.ssd.rotation import accumulate, rotate
+from echo_lm.ops.ssd.state import SSDState
+
+Backend = Literal["auto", "naive", "chunk", "recurrent"]
+Form = Callable[[Problem], tuple[Tensor, Tensor]]
+
+FORMS: dict[str, Form] = {"naive": ssd_naive, "chunk": ssd_chunk, "recurrent": ssd_recurrent}
+
+
+def choose_form(backend: str, tokens: int) -> Form:
+    """The one place that decides who computes; kernels from outside join here."""
+    if backend == "auto":
+        backend = "recurrent" if tokens == 1 else "chunk"
+    if backend not in FORMS:
+        raise ValueError(f"backend is {backend!r}, but it must be one of auto, {', '.join(FORMS)}.")
+    return FORMS[backend]
+
+
+@overload
+def ssd(
+    x: Float[Tensor, "b t h *r p"],
+    B: Float[Tensor, "b t g *r n"],
+    C: Float[Tensor, "b t g *r n"],
+    *,
+    log_decay: Float[Tensor, "b t h"],
+    gamma: Float[Tensor, "b t h"],
+    beta: Float[Tensor, "b t h"] | None = None,
+    angle: Float[Tensor, "b t h s"] | None = None,
+    state: SSDState | None = None,
+    return_state: Literal[False] = False,
+    lengths: Int[Tensor, " b"] | None = None,
+    chunk_size: int = 64,
+    backend: Backend = "auto",
+) -> Float[Tensor, "b t h *r p"]: ...
+
+
+@overload
+def ssd(
+    x: Float[Tensor, "b t h *r p"],
+    B: Float[Tensor, "b t g *r n"],
+    C: Float[Tensor, "b t g *r n"],
+    *,
+    log_decay: Float[Tensor, "b t h"],
+    gamma: Float[Tensor, "b t h"],
+    beta: Float[Tensor, "b t h"] | None = None,
+    angle: Float[Tensor, "b t h s"] | None = None,
+    state: SSDState | None = None,
+    return_state: Literal[True],
+    lengths: Int[Tensor, " b"] | None = None,
+    chunk_size: int = 64,
+    backend: Backend = "auto",
+) -> tuple[Float[Tensor, "b t h *r p"], SSDState]: ...
+
+
+def ssd(
+    x: Float[Tensor, "b t h *r p"],
+    B: Float[Tensor, "b t g *r n"],
+    C: Float[Tensor, "b t g *r n"],
+    *,
+    log_decay: Float[Tensor, "b t h"],
+    gamma: Float[Tensor, "b t h"],
+    beta: Float[Tensor, "b t h"] | None = None,
+    angle: Float[Tensor, "b t h s"] | None = None,
+    state: SSDState | None = None,
+    return_state: bool = False,
+    lengths: Int[Tensor, " b"] | None = None,
+    chunk_size: int = 64,
+    backend: Backend = "auto",
+) -> Float[Tensor, "b t h *r p"] | tuple[Float[Tensor, "b t h *r p"], SSDState]:
+    """The state-space scan of Mamba-2 and Mamba-3, with a_t = exp(log_decay_t):
+
+        h_t = a_t (h_{t-1} + beta_t u_{t-1}) + gamma_t u_t
+        u_t = sum_r x_t^r (B_t^r)'        y_t^r = h_t C_t^r
+
+    Mamba-2 is gamma = dt, log_decay = dt A and no beta. Mamba-3 shares dt between gamma and beta
+    and turns the first 2S coordinates of B and C, in pairs, by the running sum of `angle`.
+
+    x, B and C all have a rank axis before the last one or none has. Groups of heads share B and C.
+    log_decay must not be positive. `state` is that of an earlier call, which this one continues;
+    with `return_state` the answer is `(y, state)`. `lengths` says how many tokens of each
+    right-padded row are real; y is zero behind them. Sums and state are fp32 (fp64 for fp64 x).
+    """
+    scalars = {"log_decay": log_decay, "gamma": gamma} | ({} if beta is None else {"beta": beta})
+    check_inputs(x, B, C, angle, **scalars)
+    check_lengths(lengths, x)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, but a chunk has at least one token.")
+    form = choose_form(backend, x.shape[1])
+    ranked = x.dim() == 5
+    if not ranked:
+        x, B, C = x.unsqueeze(3), B.unsqueeze(3), C.unsqueeze(3)
+    old = begin(x, B, beta, angle, state)
+    with torch.autocast(x.device.type, enabled=False):
+        angle = turn(angle, lengths, old)
+        problem = prepare(x, B, C, log_decay, gamma, beta, angle, lengths, old, chunk_size)
+        y, h = form(problem)
+        y = (y if ranked else y.squeeze(3)).to(x.dtype)
+        return (y, remember(problem, h, angle, lengths)) if return_state else y
+
+
+def begin(
+    x: Tensor, B: Tensor, beta: Tensor | None, angle: Tensor | None, state: SSDState | None
+) -> SSDState:
+    """The state to continue, checked; or that of someone who has read nothing."""
+    batch, _, heads, rank, head_dim = x.shape
+    shapes = SSDState.shapes(
+        batch,
+        heads,
+        head_dim,
+        state_dim=B.shape[-1],
+        groups=B.shape[2],
+        rank=rank,
+        trapezoid=beta is not None,
+        angles=0 if angle is None else angle.shape[-1],
+    )
+    if state is None:
+        return SSDState.zeros(shapes, device=x.device)
+    check_state(state, shapes)
+    return state
+
+
+def turn(
+    increments: Float[Tensor, "b t h s"] | None, lengths: Int[Tensor, " b"] | None, state: SSDState
+) -> Float[Tensor, "b t h s"] | None:
+    """The angle reached at every token."""
+    if increments is None:
+        return None
+    assert state.angle is not None
+    increments = without_padding(increments, lengths)
+    require_finite(angle=increments)
+    return accumulate(increments, state.angle)
+
+
+def prepare(
+    x: Float[Tensor, "b t h r p"],
+    B: Float[Tensor, "b t g r n"],
+    C: Float[Tensor, "b t g r n"],
+    log_decay: Float[Tensor, "b t h"],
+    gamma: Float[Tensor, "b t h"],
+    beta: Float[Tensor, "b t h"] | None,
+    angle: Float[Tensor, "b t h s"] | None,
+    lengths: Int[Tensor, " b"] | None,
+    state: SSDState,
+    chunk_size: int,
+) -> Problem:
+    """Widen everything, blank the padding, rotate."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, B, C, log_decay, gamma = (
+        without_padding(v.to(dtype), lengths) for v in (x, B, C, log_decay, gamma)
+    )
+    require_finite(x=x, B=B, C=C, log_decay=log_decay, gamma=gamma)
+    if angle is not None:
+        B, C = (rotate(to_heads(v, x.shape[2], dim=2), angle) for v in (B, C))
+    trapezoid = None
+    if beta is not None:
+        assert state.x is not None
+        assert state.B is not None
+        beta = without_padding(beta.to(dtype), lengths)
+        require_finite(beta=beta)
+        trapezoid = Trapezoid(beta, state.x.to(dtype), state.B.to(dtype))
+    return Problem(x, B, C, log_decay, gamma, trapezoid, state.h.to(dtype), chunk_size)
+
+
+def remember(
+    problem: Problem,
+    h: Float[Tensor, "b h p n"],
+    angle: Float[Tensor, "b t h s"] | None,
+    lengths: Int[Tensor, " b"] | None,
+) -> SSDState:
+    """The state after the last real token of every row, no view of anything longer."""
+    state = SSDState(h, angle=None if angle is None else angle[:, -1].clone())
+    if problem.trapezoid is not None:
+        state.x = last_real(problem.x, problem.trapezoid.x, lengths)
+        state.B = last_real(problem.B, problem.trapezoid.B, lengths)
+    return state
+
+
+def without_padding(
+    v: Float[Tensor, "b t ..."], lengths: Int[Tensor, " b"] | None
+) -> Float[Tensor, "b t ..."]:
+    """Zeros behind every row's last real token, whatever was there."""
+    if lengths is None:
+        return v
+    padding = torch.arange(v.shape[1], device=v.device) >= lengths.unsqueeze(1)
+    return v.masked_fill(padding.view(*padding.shape, *[1] * (v.dim() - 2)), 0)
+
+
+def last_real(
+    v: Float[Tensor, "b t ..."], before: Float[Tensor, "b ..."], lengths: Int[Tensor, " b"] | None
+) -> Float[Tensor, "b ..."]:
+    """Each row's last real token; what was there before in a row without tokens."""
+    if lengths is None:
+        return v[:, -1].clone()
+    last = v[torch.arange(len(v), device=v.device), (lengths - 1).clamp_min(0)]
+    empty = (lengths == 0).view(-1, *[1] * (last.dim() - 1))
+    return torch.where(empty, before, last)

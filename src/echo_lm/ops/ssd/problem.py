@@ -1,0 +1,45 @@
+"""What the front door hands to every form once it has checked and prepared its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Trapezoid:
+    """The previous token's share: its weights, and what came before the first token."""
+
+    beta: Float[Tensor, "b t h"]
+    x: Float[Tensor, "b h r p"]
+    B: Float[Tensor, "b g r n"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of the scan, in fp32 or fp64, B and C rotated.
+
+    Padding at the end of a row is zero everywhere and so leaves h as it is.
+    """
+
+    x: Float[Tensor, "b t h r p"]
+    B: Float[Tensor, "b t g r n"]
+    C: Float[Tensor, "b t g r n"]
+    log_decay: Float[Tensor, "b t h"]
+    gamma: Float[Tensor, "b t h"]
+    trapezoid: Trapezoid | None
+    h: Float[Tensor, "b h p n"]
+    chunk_size: int
+
+
+def outer(x: Float[Tensor, "b h r p"], B: Float[Tensor, "b g r n"]) -> Float[Tensor, "b h p n"]:
+    """u = sum_r x^r (B^r)'"""
+    return x.mT @ to_heads(B, x.shape[1])
+
+
+def to_heads(v: Tensor, heads: int, dim: int = 1) -> Tensor:
+    """Give every head along `dim` its group's own."""
+    groups = v.shape[dim]
+    return v if groups == heads else v.repeat_interleave(heads // groups, dim=dim)
