@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from echo_lm.ops.checks import require_finite
+from echo_lm.ops.ssd.checks import check_lengths
 from echo_lm.ops.state import TensorState
 
 
@@ -36,8 +37,8 @@ class ConvState(TensorState):
 class ShortConv(nn.Module):
     """y_t = sum_j weight_j x_{t-kernel+1+j} + bias for each channel by itself, SiLU if asked for.
 
-    A sum of shifted products in fp32 rather than a library convolution: a step then does the very
-    arithmetic of the parallel pass, and nothing but the window can reach an output.
+    A sum of shifted products in fp32 rather than a library convolution: nothing but its window can
+    reach an output, a step costs little, and on a CPU it is the faster one.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ShortConv(nn.Module):
         *,
         lengths: Int[Tensor, " b"] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], ConvState]:
-        self._check(x, state)
+        self._check(x, state, lengths)
         state = self.init_state(x.shape[0]) if state is None else state
         dtype = torch.promote_types(x.dtype, torch.float32)
         history = torch.cat([state.window.to(dtype), x.to(dtype)], dim=1)
@@ -101,12 +102,13 @@ class ShortConv(nn.Module):
         places = lengths.unsqueeze(1) + torch.arange(width, device=history.device)
         return ConvState(history[rows, places])
 
-    def _check(self, x: Tensor, state: ConvState | None) -> None:
+    def _check(self, x: Tensor, state: ConvState | None, lengths: Tensor | None) -> None:
         if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != self.channels:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, but the convolution takes "
                 f"[batch, time, {self.channels}] with at least one token."
             )
+        check_lengths(lengths, x)
         needed = (x.shape[0], self.kernel_size - 1, self.channels)
         if state is not None and state.window.shape != needed:
             raise ValueError(

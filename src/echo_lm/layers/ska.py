@@ -112,6 +112,11 @@ class SpectralKoopmanAttention(nn.Module):
             batch, self.heads, self.rank, self.value_dim, device=device, dtype=dtype
         )
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state once it has begun."""
+        return SKAState.bytes_per_row(self.heads, self.rank, self.value_dim, self.causal)
+
     def forward(
         self,
         x: Float[Tensor, "b t d"],

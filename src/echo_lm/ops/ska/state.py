@@ -69,10 +69,10 @@ class SKAState(TensorState):
         )
 
     @staticmethod
-    def bytes_per_row(heads: int, rank: int, value_dim: int, causal: str) -> int:
+    def bytes_per_row(heads: int, rank: int, value_dim: int, causal: str | bool) -> int:
         """Bytes of one sequence's state after a call in `causal` mode, in fp32."""
         sums = 2 * rank**2 + value_dim * rank + 2 * rank + 1
-        derived = rank**2 + 1 if causal == "exact" else value_dim * rank
+        derived = {"exact": rank**2 + 1, "chunk": value_dim * rank}.get(str(causal), 0)
         return 4 * heads * (sums + derived) + 8
 
     def read(
