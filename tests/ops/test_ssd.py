@@ -339,6 +339,7 @@ def test_a_call_changes_nothing_it_was_given() -> None:
 BAD = {
     "no tokens": ({"x": torch.ones(2, 0, 4, 5)}, "no axis empty"),
     "x of two axes": ({"x": torch.ones(2, 9)}, r"x has shape \(2, 9\)"),
+    "integers": ({"x": torch.ones(2, 9, 4, 5, dtype=torch.int64)}, "floating point"),
     "B of other length": ({"B": torch.ones(2, 8, 4, 7)}, "B has shape"),
     "B with a rank axis": ({"B": torch.ones(2, 9, 4, 2, 7)}, "B has shape"),
     "C of other size": ({"C": torch.ones(2, 9, 4, 6)}, "C has shape"),

@@ -53,6 +53,8 @@ class Mamba2(nn.Module):
             raise ValueError(
                 f"groups is {groups}, but the {self.heads} heads must divide into groups evenly."
             )
+        if state_dim < 1:
+            raise ValueError(f"state_dim is {state_dim}, but it must be at least 1.")
         self.state_dim = state_dim
         self.groups = groups
         self.chunk_size = chunk_size

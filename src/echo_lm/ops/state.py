@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
-from typing import Any, Self, get_type_hints
+from typing import Any, Self, get_args, get_type_hints
 
 import torch
 from jaxtyping import Bool, Int
@@ -83,11 +83,17 @@ class TensorState:
                 nested.setdefault(name, {})[rest] = value
             else:
                 own[name] = value
-        own |= {name: kinds[name].from_dict(part) for name, part in nested.items()}
+        own |= {name: _state_type(kinds[name]).from_dict(part) for name, part in nested.items()}
         missing = [f.name for f in fields(cls) if f.name not in own and not _has_default(f)]
         if missing:
             raise ValueError(f"{cls.__name__} needs {', '.join(missing)}, not in what was given.")
         return cls(**own)
+
+
+def _state_type(annotation: Any) -> type[TensorState]:
+    """The state class in `S` or `S | None`."""
+    options = get_args(annotation) or (annotation,)
+    return next(option for option in options if issubclass(option, TensorState))
 
 
 def _has_default(field: Field[Any]) -> bool:

@@ -16,6 +16,8 @@ def check_inputs(x: Tensor, B: Tensor, C: Tensor, angle: Tensor | None, **scalar
             f"x has shape {tuple(x.shape)}, but it must be [batch, time, heads, width] or "
             "[batch, time, heads, rank, width], no axis empty."
         )
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}, but it must be a floating point one.")
     if B.dim() != x.dim() or B.shape[:2] != x.shape[:2] or B.shape[3:-1] != x.shape[3:-1]:
         raise ValueError(
             f"B has shape {tuple(B.shape)}, but for x of shape {tuple(x.shape)} it must be "
