@@ -11,7 +11,9 @@ app = tyro.extras.SubcommandApp()
 
 
 @app.command
-def info(preset: Annotated[str | None, tyro.conf.Positional] = None) -> None:
+def info(
+    preset: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PRESET]")] = None,
+) -> None:
     """Show this machine and who computes what on it, or what a preset is made of.
 
     Args:

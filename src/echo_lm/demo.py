@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -18,6 +18,7 @@ from echo_lm.model.state import EchoState
 
 STEPS = 64
 """Tokens read one by one at the end."""
+LONGEST_PIECE = 4096
 TOLERANCE = 1e-3
 """Of the logits' spread: what fp32 sums over 100,000 tokens in another order may differ by."""
 
@@ -59,7 +60,7 @@ def untrained(preset: str) -> EchoLM:
 
 def read_in_pieces(
     model: EchoLM, text: Int[Tensor, "1 t"], console: Console
-) -> Int[Tensor, "1 steps vocab"]:
+) -> Float[Tensor, "1 steps vocab"]:
     """Read to the end, show the state's size on the way, return the last predictions."""
     table = Table("Tokens read", "State", "A Transformer's cache", title_justify="left")
     state: EchoState | None = None
@@ -86,7 +87,8 @@ def pieces(text: Int[Tensor, "1 t"]) -> Iterator[Int[Tensor, "1 piece"]]:
     """Random cuts, growing from short to long, and single tokens at the end."""
     start, end = 0, text.shape[1] - STEPS
     while start < end:
-        size = min(end - start, int(torch.randint(1, 64 + start // 2, ())))
+        longest = min(64 + start // 2, LONGEST_PIECE)
+        size = min(end - start, int(torch.randint(1, longest, ())))
         yield text[:, start : start + size]
         start += size
     yield from text[:, end:].split(1, dim=1)

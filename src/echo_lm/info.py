@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections import Counter
 from typing import Any
@@ -123,19 +124,19 @@ def crossovers(model: EchoLM) -> list[str]:
         paper = (2 * r**2 + P * r + r + 1) / (r + P)
         lines.append(
             f"One SKA head against a cache of keys of width {r} and values of width {P}, counting "
-            f"numbers as Appendix I does: more than {paper:,.0f} tokens."
+            f"numbers as Appendix I does: more than {math.floor(paper):,} tokens."
         )
-        tokens = ska[0].state_bytes / cache_bytes_per_token(model)
+        tokens = ska[0].state_bytes // cache_bytes_per_token(model)
         lines.append(
             f"One SKA layer against an attention layer of the same width with a bf16 cache, "
-            f"counting bytes: more than {tokens:,.0f} tokens."
+            f"counting bytes: more than {tokens:,} tokens."
         )
     if not grows:
         total = sum(state_bytes(mixer) for mixer in model.mixers())
         cache = cache_bytes_per_token(model) * len(model.config.mixers)
         lines.append(
             f"All {total:,} bytes against a Transformer of the same width and depth with a bf16 "
-            f"cache: more than {total / cache:,.0f} tokens."
+            f"cache: more than {total // cache:,} tokens."
         )
     return lines
 
@@ -144,5 +145,5 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title or None, title_justify="left")
     for i, column in enumerate(columns):
         number = column in ("Parameters", "Share", "Layers", "Bytes")
-        table.add_column(column, justify="right" if number and i else "left")
+        table.add_column(column, justify="right" if number and i else "left", no_wrap=i < 2)
     return table

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from echo_lm.layers.parameters import no_weight_decay
 from echo_lm.ops.checks import require_finite
 from echo_lm.ops.ssd.checks import check_lengths
 from echo_lm.ops.state import TensorState
@@ -55,8 +56,7 @@ class ShortConv(nn.Module):
         self.silu = silu
         self.weight = nn.Parameter(torch.empty(channels, kernel_size))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        if self.bias is not None:
-            self.bias._no_weight_decay = True  # type: ignore[attr-defined]
+        no_weight_decay(self.bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

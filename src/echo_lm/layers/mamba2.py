@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from echo_lm.layers.conv import ConvState, ShortConv
+from echo_lm.layers.parameters import no_weight_decay
 from echo_lm.ops.checks import require_finite
 from echo_lm.ops.ssd import SSDState, ssd
 from echo_lm.ops.state import TensorState
@@ -172,13 +173,6 @@ def init_dt_bias(bias: Tensor, low: float = 1e-3, high: float = 0.1, floor: floa
     """Such that softplus(bias) is log-uniform between `low` and `high`."""
     dt = torch.empty_like(bias).uniform_(math.log(low), math.log(high)).exp_().clamp_min_(floor)
     bias.copy_(dt + torch.log(-torch.expm1(-dt)))
-
-
-def no_weight_decay(*parameters: nn.Parameter | None) -> None:
-    """Mark what an optimiser should not pull towards zero."""
-    for parameter in parameters:
-        if parameter is not None:
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
 
 def check_call(x: Tensor, dim: int, state: TensorState | None, kind: type[TensorState]) -> None:

@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from echo_lm.layers.conv import ConvState, ShortConv
-from echo_lm.layers.mamba2 import check_call, init_dt_bias, no_weight_decay, split_heads
+from echo_lm.layers.mamba2 import check_call, init_dt_bias, split_heads
+from echo_lm.layers.parameters import no_weight_decay
 from echo_lm.ops.ssd import SSDState, ssd
 from echo_lm.ops.state import TensorState
 

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from echo_lm.layers.lift import ClebschGordanLift
+from echo_lm.layers.mamba2 import check_call
 from echo_lm.layers.parameters import no_weight_decay
 from echo_lm.layers.rotary import rotary_tables, rotate
 from echo_lm.ops import SKAState, ska
@@ -58,7 +59,8 @@ class SpectralKoopmanAttention(nn.Module):
         lift: int = 0,
     ) -> None:
         super().__init__()
-        _check(dim, heads, rank, filter, order, lift)
+        _check(dim, heads, rank, filter, order, ridge, lift)
+        self.dim = dim
         self.heads, self.rank, self.value_dim = heads, rank, dim // heads
         self.causal, self.chunk_size = causal, chunk_size
         self.filter, self.order, self.relative_ridge = filter, order, relative_ridge
@@ -94,7 +96,7 @@ class SpectralKoopmanAttention(nn.Module):
         """lam of each head, or the share of the key energy if relative."""
         if self.fixed_ridge is not None:
             return self.fixed_ridge
-        return F.softplus(self.raw_ridge.float())
+        return F.softplus(self.raw_ridge.to(self._state_dtype))
 
     @property
     def coefficients(self) -> Float[Tensor, "h order"]:
@@ -127,6 +129,7 @@ class SpectralKoopmanAttention(nn.Module):
         return_state: bool = True,
     ) -> tuple[Float[Tensor, "b t d"], SKAState | None]:
         """Answer every position; `mask` leaves positions out of the memory."""
+        check_call(x, self.dim, state, SKAState)
         q, k, v = (
             proj(x).unflatten(-1, (self.heads, -1))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -171,7 +174,9 @@ class SpectralKoopmanAttention(nn.Module):
         )
 
 
-def _check(dim: int, heads: int, rank: int, filter: str, order: int, lift: int) -> None:
+def _check(
+    dim: int, heads: int, rank: int, filter: str, order: int, ridge: float | None, lift: int
+) -> None:
     if heads < 1 or dim % heads:
         raise ValueError(f"dim must be a multiple of heads, got dim={dim} and heads={heads}.")
     if not 1 <= (lift or rank) <= dim:
@@ -183,6 +188,8 @@ def _check(dim: int, heads: int, rank: int, filter: str, order: int, lift: int) 
         raise ValueError(f'filter must be "bank" or "power", got {filter!r}.')
     if order < 0:
         raise ValueError(f"order must be 0 or more, got {order}.")
+    if ridge is not None and not ridge > 0:
+        raise ValueError(f"ridge must be positive, got {ridge}; 0.03 * rank is a good start.")
 
 
 def _spectral(value: Tensor) -> nn.Parameter:

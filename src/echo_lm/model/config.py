@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,19 +29,19 @@ class SKAConfig:
     lift: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self, "rank", "chunk_size", "eta")
+        _whole(self, "rank", "chunk_size")
+        _whole(self, "order", "lift", least=0)
+        _positive(self, "eta")
         _one_of(self, "filter", "bank", "power")
         _one_of(self, "causal", "exact", "chunk", False)
-        if self.order < 0 or self.lift < 0 or self.lift % 2:
-            raise ValueError(
-                f"ska.order must be 0 or more and ska.lift 0 or an even width, got "
-                f"order={self.order}, lift={self.lift}."
-            )
+        _one_of(self, "relative_ridge", False, True)
         if self.ridge is not None:
             _positive(self, "ridge")
+        if self.lift % 2:
+            raise ValueError(f"lift must be 0 or an even width, got {self.lift}.")
         if self.relative_ridge and self.causal == "exact":
             raise ValueError(
-                'ska.relative_ridge needs ska.causal="chunk" or False; the exact mode takes an '
+                'relative_ridge=True needs causal="chunk" or False, got "exact", which takes an '
                 "absolute ridge."
             )
 
@@ -56,7 +57,7 @@ class Mamba2Config:
     conv_kernel: int = 4
 
     def __post_init__(self) -> None:
-        _positive(self, *(f.name for f in fields(self)))
+        _whole(self, *(f.name for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,15 @@ class Mamba3Config:
     conv_kernel: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self, "state_dim", "head_dim", "expand", "rank")
+        _whole(self, "state_dim", "head_dim", "expand", "rank")
+        _whole(self, "conv_kernel", least=0)
+        _one_of(self, "gate", False, True)
+        if not _is_number(self.rope_fraction) or not 0 <= self.rope_fraction <= 1:
+            raise ValueError(f"rope_fraction must lie between 0 and 1, got {self.rope_fraction!r}.")
+
+
+PARTS = {"ska": SKAConfig, "mamba2": Mamba2Config, "mamba3": Mamba3Config}
+"""Settings of one kind of layer, by the name of their field."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +106,26 @@ class EchoConfig:
     mamba3: Mamba3Config = field(default_factory=Mamba3Config)
 
     def __post_init__(self) -> None:
+        _whole(self, "dim", "vocab_size", "heads")
+        _positive(self, "norm_eps", "rope_theta")
+        if not isinstance(self.mixers, list | tuple) or not self.mixers:
+            raise ValueError(
+                f"mixers must list the sequence layer of at least one block, got {self.mixers!r}."
+            )
         object.__setattr__(self, "mixers", tuple(self.mixers))
-        _positive(self, "dim", "vocab_size", "heads", "norm_eps", "rope_theta")
-        if not self.mixers:
-            raise ValueError("mixers must name the sequence layer of at least one block.")
         for mixer in self.mixers:
             if mixer not in get_args(Mixer):
                 known = ", ".join(get_args(Mixer))
                 raise ValueError(f"mixers may hold {known}; got {mixer!r}.")
         _one_of(self, "mlp", *get_args(MLP))
+        _one_of(self, "tie_embeddings", False, True)
         if self.dim % self.heads:
             raise ValueError(f"dim must be a multiple of heads, got {self.dim} and {self.heads}.")
         if self.mlp_hidden is not None:
-            _positive(self, "mlp_hidden")
+            _whole(self, "mlp_hidden")
+        for name, part in PARTS.items():
+            if not isinstance(getattr(self, name), part):
+                raise ValueError(f"{name} must be a {part.__name__}, got {getattr(self, name)!r}.")
 
     @classmethod
     def preset(cls, name: str) -> EchoConfig:
@@ -137,7 +153,7 @@ class EchoConfig:
             raise ValueError(
                 f"This is the configuration of a {kind!r} model, not of an Echo model."
             )
-        for name, part in (("ska", SKAConfig), ("mamba2", Mamba2Config), ("mamba3", Mamba3Config)):
+        for name, part in PARTS.items():
             if name in entries:
                 entries[name] = _build(part, entries[name], f"{name}.")
         return _build(cls, entries, "")
@@ -178,14 +194,28 @@ def _build(cls: Any, entries: Any, prefix: str) -> Any:
     ]
     if missing:
         raise ValueError(f"The configuration lacks {', '.join(missing)}.")
-    return cls(**entries)
+    try:
+        return cls(**entries)
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not _is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive number, got {value!r}.")
+
+
+def _whole(config: Any, *names: str, least: int = 1) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}.")
 
 
 def _one_of(config: Any, name: str, *allowed: object) -> None:

@@ -51,7 +51,7 @@ class Sampling:
         logits = logits / self.temperature
         if self.top_k is not None:
             logits = keep_top_k(logits, self.top_k)
-        if self.top_p is not None:
+        if self.top_p is not None and self.top_p < 1:
             logits = keep_top_p(logits, self.top_p)
         return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
@@ -127,13 +127,18 @@ class TokenStream(Iterator[Tensor]):
     ) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-        if attention_mask is not None and bool((attention_mask.sum(1) == 0).any()):
+        if attention_mask is not None and not bool(attention_mask.any(-1).all()):
             raise ValueError("Every row of attention_mask needs at least one token to go on from.")
         stop = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
+        if pad_token_id is not None and not 0 <= pad_token_id < model.config.vocab_size:
+            raise ValueError(
+                f"pad_token_id must lie between 0 and {model.config.vocab_size - 1}, got "
+                f"{pad_token_id}: a row that has ended reads it until all have."
+            )
         device = input_ids.device
         self.model, self.generator, self.sampling = model, generator, Sampling(**sampling)
         self.left = max_new_tokens
-        self.stop = torch.tensor(stop, device=device, dtype=input_ids.dtype)
+        self.stop = torch.tensor(stop, device=device, dtype=torch.int64)
         self.pad_token_id = (stop[0] if stop else 0) if pad_token_id is None else pad_token_id
         self.finished = torch.zeros(len(input_ids), dtype=torch.bool, device=device)
 
@@ -179,4 +184,4 @@ def tokens_seen(
 ) -> Bool[Tensor, "b vocab"]:
     """Which tokens each row holds, padding left aside."""
     counts = torch.zeros(len(input_ids), vocab_size, device=input_ids.device)
-    return counts.scatter_add(1, input_ids, real.bool().to(counts.dtype)) > 0
+    return counts.scatter_add(1, input_ids.long(), real.bool().to(counts.dtype)) > 0

@@ -126,6 +126,7 @@ class EchoLM(nn.Module):
             statistics_mask: False leaves a token out of SKA's memory (the paper's action mask).
         """
         self._check(input_ids, labels, state, attention_mask, statistics_mask)
+        input_ids = input_ids.long()
         rows = None if attention_mask is None else Alignment.of(attention_mask)
         lengths = None
         if rows is not None:
@@ -226,13 +227,6 @@ class EchoLM(nn.Module):
                 f"input_ids must be integers [B, T] with at least one token, got "
                 f"{input_ids.dtype} {list(input_ids.shape)}."
             )
-        if input_ids.device.type == "cpu" or debugging():
-            low, high = int(input_ids.min()), int(input_ids.max())
-            if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(
-                    f"input_ids must lie between 0 and {self.config.vocab_size - 1}, got "
-                    f"{low if low < 0 else high}; is the tokenizer that of this model?"
-                )
         names = ("labels", "attention_mask", "statistics_mask")
         for name, other in zip(names, (labels, *masks), strict=True):
             if other is not None and other.shape != input_ids.shape:
@@ -240,8 +234,23 @@ class EchoLM(nn.Module):
                     f"{name} must have the shape of input_ids {list(input_ids.shape)}, got "
                     f"{list(other.shape)}."
                 )
+        self._check_vocabulary("input_ids", input_ids)
+        if labels is not None:
+            self._check_vocabulary("labels", labels.masked_fill(labels == IGNORED_LABEL, 0))
         if state is not None:
             self._check_state(state, len(input_ids))
+
+    def _check_vocabulary(self, name: str, tokens: Tensor) -> None:
+        """Without waiting for a device, unless in debug mode."""
+        on_host = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not (on_host or debugging()):
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(
+                f"{name} must lie between 0 and {self.config.vocab_size - 1}, got "
+                f"{low if low < 0 else high}; is the tokenizer that of this model?"
+            )
 
     def _check_state(self, state: EchoState, batch: int) -> None:
         if not isinstance(state, EchoState):
@@ -290,6 +299,9 @@ def next_token_loss(
     """Cross-entropy of each label under the logits one place before it."""
     if labels.shape[1] < 2:
         raise ValueError("labels need at least two tokens: each is predicted by the one before.")
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL
+        logits[:, :-1].flatten(0, 1).to(dtype),
+        labels[:, 1:].flatten().long(),
+        ignore_index=IGNORED_LABEL,
     )

@@ -43,12 +43,16 @@ def load_pretrained(
     config = EchoConfig.load(directory / CONFIG_FILE)
     weights = _read_weights(directory / WEIGHTS_FILE)
     model = cls(config)
-    if config.tie_embeddings and "embedding.weight" in weights:
-        weights.setdefault(TIED, weights["embedding.weight"])
-    _check_weights(weights, model.state_dict(), directory / WEIGHTS_FILE)
+    wanted = model.state_dict()
+    if config.tie_embeddings:
+        del wanted[TIED]
+    _check_weights(weights, wanted, directory / WEIGHTS_FILE)
+    if config.tie_embeddings:
+        weights[TIED] = weights["embedding.weight"]
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(weights[name].dtype)
     model.load_state_dict(weights)
-    stored = weights["embedding.weight"].dtype
-    return model.to(device=device, dtype=dtype or stored)
+    return model.to(device=device, dtype=dtype)
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

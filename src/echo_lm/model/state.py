@@ -105,6 +105,6 @@ class EchoState:
                 entries |= json.loads((file.metadata() or {}).get("settings", "{}"))
         except FileNotFoundError:
             raise ValueError(f"There is no state at {path}.") from None
-        except (SafetensorError, json.JSONDecodeError) as error:
+        except (SafetensorError, OSError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not a saved state, or is cut short: {error}.") from None
         return cls.from_dict(entries)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
-SKABackend = Literal["auto", "naive", "chunk", "recurrent"]
+SKABackend = Literal["auto", "naive", "chunk", "recurrent", "triton"]
 
 SCAN_PACKAGES = ("mamba-ssm", "flash-linear-attention")
 """Outside kernels for the state-space scan."""
+
+KERNEL_WIDTHS = range(16, 129)
+KERNEL_CHUNKS = (16, 32, 64)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the Triton kernels of SKA take."""
+
+log = logging.getLogger("echo_lm")
 
 
 @dataclass(frozen=True)
@@ -24,7 +36,12 @@ class Choice:
 
 
 def choose_ska(
-    requested: SKABackend, *, causal: Literal["exact", "chunk", False], tokens: int
+    requested: SKABackend,
+    q: Tensor,
+    v: Tensor,
+    *,
+    causal: Literal["exact", "chunk", False],
+    chunk_size: int,
 ) -> SKABackend:
     """The form of SKA that serves a call."""
     if requested not in get_args(SKABackend):
@@ -35,9 +52,45 @@ def choose_ska(
             'backend="recurrent" reads token by token and cannot look ahead as causal=False does; '
             'use backend="chunk" or "auto".'
         )
-    if requested != "auto":
-        return requested
-    return "recurrent" if tokens == 1 and causal is not False else "chunk"
+    if requested == "auto" and q.shape[1] == 1 and causal is not False:
+        return "recurrent"
+    if requested == "auto" and q.device.type != "cuda":
+        return "chunk"
+    if requested in ("auto", "triton"):
+        reason = why_no_kernel(q, v, causal=causal, chunk_size=chunk_size)
+        if reason is None:
+            return "triton"
+        if requested == "triton":
+            raise ValueError(f'backend="triton" {reason}; use backend="chunk".')
+        _say_once(f"SKA on {q.device} runs in PyTorch: the Triton kernel {reason}.")
+        return "chunk"
+    return requested
+
+
+def why_no_kernel(
+    q: Tensor, v: Tensor, *, causal: Literal["exact", "chunk", False], chunk_size: int
+) -> str | None:
+    """What keeps the Triton kernels from a call, if anything does."""
+    rank, width = q.shape[-1], v.shape[-1]
+    if find_spec("triton") is None:
+        return "needs the triton package, which is not installed"
+    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device, not {q.device} (or TRITON_INTERPRET=1, to check it slowly)"
+    if causal is False:
+        return "is causal and cannot serve causal=False"
+    if q.dtype not in KERNEL_DTYPES:
+        return f"takes fp32, bf16 and fp16, not {q.dtype}"
+    if rank not in KERNEL_WIDTHS or width not in KERNEL_WIDTHS:
+        low, high = KERNEL_WIDTHS[0], KERNEL_WIDTHS[-1]
+        return f"takes rank and value width from {low} to {high}, not {rank} and {width}"
+    if causal == "chunk" and chunk_size not in KERNEL_CHUNKS:
+        return f"takes a chunk_size of {', '.join(map(str, KERNEL_CHUNKS))}, not {chunk_size}"
+    return None
+
+
+@lru_cache
+def _say_once(message: str) -> None:
+    log.warning(message)
 
 
 def installed(package: str) -> str | None:
@@ -58,12 +111,21 @@ def device_name() -> str:
 def choices() -> list[Choice]:
     """What `auto` comes down to on this machine."""
     return [
-        Choice("SKA, many tokens", "chunk (PyTorch)", "the parallel form, on any device"),
+        _many_tokens(),
         Choice("SKA, one token", "recurrent (PyTorch)", "O(r² + rP) for each token"),
         Choice("Scan, many tokens", "chunk (PyTorch)", _why_no_scan_kernel()),
         Choice("Scan, one token", "recurrent (PyTorch)", "one update of the state"),
         Choice("Attention", "scaled_dot_product_attention", "torch picks its kernel"),
     ]
+
+
+def _many_tokens() -> Choice:
+    work = "SKA, many tokens"
+    if not torch.cuda.is_available():
+        return Choice(work, "chunk (PyTorch)", "the Triton kernels need a CUDA device")
+    if find_spec("triton") is None:
+        return Choice(work, "chunk (PyTorch)", "triton is not installed")
+    return Choice(work, "Triton kernels", f"triton {installed('triton')}, for causal calls")
 
 
 def _why_no_scan_kernel() -> str:

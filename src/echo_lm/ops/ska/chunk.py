@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from echo_lm.ops.ska.layout import ChunkLayout, running_max, running_sum
-from echo_lm.ops.ska.linalg import cholesky, spd_inverse
+from echo_lm.ops.ska.linalg import inverse_cholesky, spd_inverse
 from echo_lm.ops.ska.problem import Problem, add_ridge
 from echo_lm.ops.ska.recurrent import combine, readout_matrix
 from echo_lm.ops.ska.state import SKAState
@@ -41,16 +41,17 @@ def ska_chunk(
     """Answer all tokens of all rows."""
     layout = lay_out(problem)
     chunks, state = read(problem, layout)
-    W = None
+    readout = None
     if problem.causal == "exact":
         y = answer_exact(problem, chunks)
     elif problem.causal == "chunk":
         W = chunk_readouts(problem, layout, chunks)
         y = chunks.q @ W.mT
+        readout = layout.last(W, begun_readout(problem)) if return_state else None
     else:
         y = chunks.q @ layout.spread(state_readout(problem, state)).mT
     y = layout.to_tokens(y.transpose(1, 2))
-    return y, with_derived(problem, layout, state, W) if return_state else None
+    return y, with_derived(problem, state, readout) if return_state else None
 
 
 def lay_out(problem: Problem) -> ChunkLayout:
@@ -98,36 +99,47 @@ def ends(
 def answer_exact(problem: Problem, chunks: Chunks) -> Float[Tensor, "n h s p"]:
     """y_t = C_t sum_j c_j (X_t M_t)^j X_t q_t, with X_t, M_t and C_t as of token t itself.
 
-    The Cholesky factor of I + K X0 K' holds those of all its leading blocks, hence one factor
-    serves every t: X_t = X0 - sum_{s<=t} e_s e_s' with the rows e_s of E = R^-1 K X0.
+    In the coordinates that whiten the Gram matrix a chunk starts from, X0 is the identity. The
+    Cholesky factor R of I + K K' holds those of all its leading blocks, hence one factor serves
+    every t: X_t = I - sum_{s<=t} e_s e_s' with the rows e_s of E = R^-1 K.
     """
-    K, K_before = chunks.k, chunks.k_before
-    X0 = spd_inverse(add_ridge(chunks.gram, problem.ridge_at(chunks.key_energy)))
-    KX0 = K @ X0
-    R = cholesky(add_ridge(KX0 @ K.mT, K.new_ones(K.shape[:2])))
-    E = torch.linalg.solve_triangular(R, KX0, upper=False)
+    H = inverse_cholesky(add_ridge(chunks.gram, problem.ridge_at(chunks.key_energy)))
+    q, K, K_before = (x @ H.mT for x in (chunks.q, chunks.k, chunks.k_before))
+    lag, value = H @ chunks.lag @ H.mT, chunks.value @ H.mT
+    E = inverse_cholesky(K @ K.mT + torch.diag_embed(1 + rounding_of(K))) @ K
 
     def apply_inverse(p: Tensor) -> Tensor:
-        return p @ X0 - (p @ E.mT).tril() @ E
+        return p - (p @ E.mT).tril() @ E
 
     def apply_lag(p: Tensor) -> Tensor:
-        return p @ chunks.lag.mT + (p @ K_before.mT).tril() @ K
+        return p @ lag.mT + (p @ K_before.mT).tril() @ K
 
     coef = problem.coef[:, :, None, None]
-    u = apply_inverse(chunks.q)
+    u = apply_inverse(q)
     mixed = coef[:, 0] * u
     for j in range(1, problem.coef.shape[1]):
         u = apply_inverse(apply_lag(u))
         mixed = mixed + coef[:, j] * u
-    return mixed @ chunks.value.mT + (mixed @ K.mT).tril() @ chunks.v
+    return mixed @ value.mT + (mixed @ K.mT).tril() @ chunks.v
+
+
+def rounding_of(K: Float[Tensor, "n h s r"]) -> Float[Tensor, "n h s"]:
+    """What keeps I + K K' positive definite when keys are so large that rounding takes the I.
+
+    Quadratic until then, and so far below the rounding that is there anyway. Each token's depends
+    on that token alone: added only where a factorisation fails, it would let the future move the
+    past.
+    """
+    lost = 0.5 * K.shape[-2] * torch.finfo(K.dtype).eps * K.detach().square().sum(-1)
+    return lost * lost.clamp_max(1)
 
 
 def chunk_readouts(
     problem: Problem, layout: ChunkLayout, chunks: Chunks
 ) -> Float[Tensor, "n h p r"]:
     """W of each chunk from the chunks before it; one half read keeps the W it began with."""
-    X = spd_inverse(add_ridge(chunks.gram, problem.ridge_at(chunks.key_energy)))
-    W = combine(chunks.value, chunks.lag, X, problem.coef)
+    H = inverse_cholesky(add_ridge(chunks.gram, problem.ridge_at(chunks.key_energy)))
+    W = combine(chunks.value, chunks.lag, H, problem.coef)
     begun = problem.state.readout
     return W if begun is None else layout.replace_first(W, begun)
 
@@ -137,17 +149,21 @@ def state_readout(problem: Problem, state: SKAState) -> Float[Tensor, "b h p r"]
     return readout_matrix(state, problem.coef, problem.ridge_at(state.key_energy))
 
 
+def begun_readout(problem: Problem) -> Float[Tensor, "b h p r"]:
+    """The W of each row's half-read chunk; a state without one answers from all it holds."""
+    begun = problem.state.readout
+    return state_readout(problem, problem.state) if begun is None else begun
+
+
 def with_derived(
-    problem: Problem, layout: ChunkLayout, state: SKAState, W: Float[Tensor, "n h p r"] | None
+    problem: Problem, state: SKAState, readout: Float[Tensor, "b h p r"] | None
 ) -> SKAState:
     """Complete a state whose sums are up to date with what its next call will want."""
     if problem.causal == "exact":
         ridge = problem.ridge_at(state.key_energy)
         inverse = spd_inverse(add_ridge(state.gram, ridge))
-        return replace(state, inverse=inverse, inverse_ridge=ridge)
-    if W is None:
-        return state
-    begun = problem.state.readout
-    if begun is None:
-        begun = state_readout(problem, problem.state)
-    return replace(state, readout=layout.last(W, begun), chunk_size=problem.chunk_size)
+        state = replace(state, inverse=inverse, inverse_ridge=ridge)
+    elif readout is not None:
+        state = replace(state, readout=readout, chunk_size=problem.chunk_size)
+    # A copy: as views, the ends of the running sums would keep those of every chunk in memory.
+    return state.clone()

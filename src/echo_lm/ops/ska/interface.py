@@ -96,7 +96,8 @@ def ska(
         state: Continue from here. Left as it is; nothing is changed in place.
         return_state: Also return the state after the last token.
         backend: "naive" (a loop, for checking), "chunk" (parallel), "recurrent" (token by token),
-            or "auto": recurrent for a single token, parallel otherwise.
+            "triton" (parallel, on a CUDA device), or "auto": recurrent for a single token; for
+            more, triton where it can serve and chunk otherwise.
 
     Returns:
         The answers in the dtype of `v`, and the state (fp32, or fp64 for fp64 inputs) if asked.
@@ -104,10 +105,11 @@ def ska(
     _check_tensors(q, k, v, coef)
     _check_settings(causal, relative_ridge, chunk_size)
     require_finite(q=q, k=k, v=v, coef=coef, ridge=ridge if isinstance(ridge, Tensor) else None)
-    chosen = choose_ska(backend, causal=causal, tokens=q.shape[1])
+    chosen = choose_ska(backend, q, v, causal=causal, chunk_size=chunk_size)
     with torch.autocast(q.device.type, enabled=False):
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        # The kernels widen what they load; all other forms work on tensors that are wide already.
+        q_, k_, v_ = (x if chosen == "triton" else x.to(dtype) for x in (q, k, v))
         if mask is not None:
             _check_mask(mask, q)
             k_, v_ = _zero_where_not(mask, k_), _zero_where_not(mask, v_)
@@ -123,12 +125,12 @@ def ska(
             k=k_,
             v=v_,
             coef=coef.to(dtype),
-            ridge=_per_head(ridge, q_),
+            ridge=_per_head(ridge, q, dtype),
             relative_ridge=relative_ridge,
             causal=causal,
             chunk_size=chunk_size,
             lengths=lengths,
-            state=_checked_state(state, q_, v_, causal, chunk_size),
+            state=_checked_state(state, q_, v_, dtype, causal, chunk_size),
             fresh=state is None,
         )
         y, new_state = _run(chosen, problem, return_state)
@@ -149,6 +151,10 @@ def _run(
         return ska_naive(problem)
     if backend == "recurrent":
         return ska_recurrent(problem)
+    if backend == "triton":
+        from echo_lm.ops.ska.triton import ska_triton  # only here: importing triton takes a while
+
+        return ska_triton(problem, return_state)
     return ska_chunk(problem, return_state)
 
 
@@ -156,12 +162,14 @@ def _zero_where_not(keep: Bool[Tensor, "b t"], x: Float[Tensor, "b t h d"]) -> T
     return torch.where(keep[:, :, None, None], x, torch.zeros_like(x))
 
 
-def _per_head(ridge: Float[Tensor, " h"] | float, q: Tensor) -> Float[Tensor, " h"]:
+def _per_head(
+    ridge: Float[Tensor, " h"] | float, q: Tensor, dtype: torch.dtype
+) -> Float[Tensor, " h"]:
     heads = q.shape[2]
     if not isinstance(ridge, Tensor):
         if not ridge > 0:
             raise ValueError(f"ridge must be positive, got {ridge}; 0.03 * rank is a good start.")
-        return torch.full((heads,), ridge, device=q.device, dtype=q.dtype)
+        return torch.full((heads,), ridge, device=q.device, dtype=dtype)
     if ridge.shape not in ((), (heads,)):
         raise ValueError(
             f"ridge must be a number or one for each of {heads} heads, got shape "
@@ -170,7 +178,7 @@ def _per_head(ridge: Float[Tensor, " h"] | float, q: Tensor) -> Float[Tensor, " 
     on_host = ridge.device.type == "cpu" and not torch.compiler.is_compiling()
     if on_host and not bool((ridge > 0).all() | ridge.isnan().any()):
         raise ValueError(f"ridge must be positive for every head, got {ridge.tolist()}.")
-    return ridge.to(q.dtype).expand(heads)
+    return ridge.to(dtype).expand(heads)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, coef: Tensor) -> None:
@@ -247,22 +255,27 @@ def _packed_lengths(
 
 
 def _checked_state(
-    state: SKAState | None, q: Tensor, v: Tensor, causal: Causal, chunk_size: int
+    state: SKAState | None,
+    q: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    causal: Causal,
+    chunk_size: int,
 ) -> SKAState:
     batch, _, heads, rank = q.shape
     width = v.shape[-1]
     if state is None:
-        return SKAState.init(batch, heads, rank, width, device=q.device, dtype=q.dtype)
+        return SKAState.init(batch, heads, rank, width, device=q.device, dtype=dtype)
     wanted, got = (batch, heads, width, rank), tuple(state.value.shape)
     if got != wanted:
         raise ValueError(
             f"The state is of another model or batch: it holds [rows, heads, value width, rank] = "
             f"{list(got)}, this call has {list(wanted)}."
         )
-    if state.gram.dtype != q.dtype or state.gram.device != q.device:
+    if state.gram.dtype != dtype or state.gram.device != q.device:
         raise ValueError(
             f"The state is {state.gram.dtype} on {state.gram.device}, this call computes in "
-            f"{q.dtype} on {q.device}; move it with state.to(...) or start anew."
+            f"{dtype} on {q.device}; move it with state.to(...) or start anew."
         )
     if causal == "chunk" and state.chunk_size not in (None, chunk_size):
         raise ValueError(

@@ -53,7 +53,9 @@ class ChunkLayout:
         if self.regular:
             before, filled = self.phases[0], self.phases[0] + self.padded_to
             after = self.chunks[0] * self.chunk_size - filled
-            return F.pad(tokens, (0, 0, 0, 0, before, after)).reshape(shape)
+            if before or after:
+                tokens = F.pad(tokens, (0, 0, 0, 0, before, after))
+            return tokens.reshape(shape)
         slots = tokens.new_zeros(sum(self.chunks) * self.chunk_size, *tokens.shape[2:])
         of_token, slot_of_token = self._places()
         return slots.index_copy(0, slot_of_token, tokens.flatten(0, 1)[of_token]).reshape(shape)
@@ -63,7 +65,7 @@ class ChunkLayout:
         rows, tail = len(self.lengths), slots.shape[2:]
         if self.regular:
             per_row = slots.reshape(rows, -1, *tail)
-            return per_row[:, self.phases[0] : self.phases[0] + self.padded_to]
+            return per_row.narrow(1, self.phases[0], self.padded_to)
         of_token, slot_of_token = self._places()
         tokens = slots.new_zeros(rows * self.padded_to, *tail)
         tokens = tokens.index_copy(0, of_token, slots.flatten(0, 1)[slot_of_token])

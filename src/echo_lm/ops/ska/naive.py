@@ -60,9 +60,8 @@ def keep_derived(problem: Problem, state: SKAState, W: Float[Tensor, "b h p r"])
     state = replace(state, inverse=None, inverse_ridge=None, readout=None, chunk_size=None)
     if problem.causal == "exact":
         ridge = problem.ridge_at(state.key_energy)
-        return replace(
-            state, inverse=torch.linalg.inv(add_ridge(state.gram, ridge)), inverse_ridge=ridge
-        )
+        inverse = torch.linalg.inv(add_ridge(state.gram, ridge))
+        return replace(state, inverse=inverse, inverse_ridge=ridge.clone())
     if problem.causal == "chunk":
         return replace(state, readout=W, chunk_size=problem.chunk_size)
     return state

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from echo_lm.ops.ska.linalg import spd_inverse
+from echo_lm.ops.ska.linalg import inverse_cholesky, spd_inverse
 from echo_lm.ops.ska.problem import Problem, add_ridge
 from echo_lm.ops.ska.state import SKAState, outer
 
@@ -61,12 +61,14 @@ def chunk_step(
 
 
 def with_inverse(problem: Problem, state: SKAState) -> SKAState:
-    """A state whose inverse belongs to this ridge."""
+    """A state whose inverse belongs to this ridge and, where gradients flow, to these sums."""
     ridge = problem.ridge_at(state.key_energy)
     cached = state.inverse_ridge
-    if state.inverse is None or cached is None or not torch.equal(cached, ridge):
-        state = replace(state, inverse=spd_inverse(add_ridge(state.gram, ridge)))
-    return replace(state, inverse_ridge=ridge, readout=None, chunk_size=None)
+    learning = torch.is_grad_enabled() and (ridge.requires_grad or state.gram.requires_grad)
+    if learning or state.inverse is None or cached is None or not torch.equal(cached, ridge):
+        inverse = spd_inverse(add_ridge(state.gram, ridge))
+        state = replace(state, inverse=inverse, inverse_ridge=ridge.clone())
+    return replace(state, readout=None, chunk_size=None)
 
 
 def with_readout(problem: Problem, state: SKAState) -> SKAState:
@@ -108,22 +110,23 @@ def readout_matrix(
     state: SKAState, coef: Float[Tensor, "h order"], ridge: Float[Tensor, "b h"]
 ) -> Float[Tensor, "b h p r"]:
     """W = sum_j c_j C X (M X)^j from the sums of a state."""
-    return combine(state.value, state.lag, spd_inverse(add_ridge(state.gram, ridge)), coef)
+    return combine(state.value, state.lag, inverse_cholesky(add_ridge(state.gram, ridge)), coef)
 
 
 def combine(
     value: Float[Tensor, "b h p r"],
     lag: Float[Tensor, "b h r r"],
-    inverse: Float[Tensor, "b h r r"],
+    whitener: Float[Tensor, "b h r r"],
     coef: Float[Tensor, "h order"],
 ) -> Float[Tensor, "b h p r"]:
-    """W = sum_j c_j C X (M X)^j"""
-    term = value @ inverse
-    W = coef[:, 0, None, None] * term
+    """W = sum_j c_j C X (M X)^j, as C H' (sum_j c_j A_w^j) H with X = H' H and A_w = H M H'."""
+    A_w = whitener @ lag @ whitener.mT
+    term = value @ whitener.mT
+    mixed = coef[:, 0, None, None] * term
     for c in coef.unbind(-1)[1:]:
-        term = term @ lag @ inverse
-        W = W + c[:, None, None] * term
-    return W
+        term = term @ A_w
+        mixed = mixed + c[:, None, None] * term
+    return mixed @ whitener
 
 
 def apply(matrix: Float[Tensor, "b h m n"], x: Float[Tensor, "b h n"]) -> Float[Tensor, "b h m"]:

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks [NAME...]` measures and writes `results/cpu/NAME.json`."""

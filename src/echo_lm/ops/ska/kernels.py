@@ -1,0 +1,522 @@
+"""The Triton kernels of SKA. `triton.py` launches them; README.md derives what they compute.
+
+All work on one chunk of one head. Tokens lie in slots `[chunk * S + s, head, dim]`; the sums
+G, M and C of a chunk lie end to end in one row of F = 2 r^2 + P r floats. Tile widths R and PW are
+the next powers of two of r and P; what lies beyond is zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mm(a, b, PRECISION: tl.constexpr, A_EXACT: tl.constexpr = False, B_EXACT: tl.constexpr = False):
+    """a @ b of fp32 tiles. "bf16x3" splits each in two, unless bf16 holds it exactly."""
+    if PRECISION == "bf16x3":
+        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        product = tl.dot(a_high, b_high)
+        if not A_EXACT:
+            product = tl.dot((a - a_high.to(tl.float32)).to(tl.bfloat16), b_high, product)
+        if not B_EXACT:
+            product = tl.dot(a_high, (b - b_high.to(tl.float32)).to(tl.bfloat16), product)
+        return product
+    elif PRECISION == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def load_slots(x, chunk, head, slot_stride, head_stride, width, S: tl.constexpr, W: tl.constexpr):
+    """The tokens of a chunk as an fp32 tile [S, W]."""
+    slots = chunk.to(tl.int64) * S + tl.arange(0, S)
+    columns = tl.arange(0, W)
+    places = slots[:, None] * slot_stride + head * head_stride + columns[None, :]
+    return tl.load(x + places, mask=columns[None, :] < width, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_slots(
+    x, tile, chunk, head, slot_stride, head_stride, width, S: tl.constexpr, W: tl.constexpr
+):
+    slots = chunk.to(tl.int64) * S + tl.arange(0, S)
+    columns = tl.arange(0, W)
+    places = slots[:, None] * slot_stride + head * head_stride + columns[None, :]
+    tl.store(x + places, tile.to(x.dtype.element_ty), mask=columns[None, :] < width)
+
+
+@triton.jit
+def load_before(
+    k, last_key, first_row, phase, chunk, head, heads, slot_stride, head_stride, width,
+    S: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """The predecessor of each key of a chunk; a row's first token follows the state's last key."""
+    slots = chunk.to(tl.int64) * S + tl.arange(0, S) - 1
+    columns = tl.arange(0, W)
+    places = slots[:, None] * slot_stride + head * head_stride + columns[None, :]
+    known = (slots[:, None] >= 0) & (columns[None, :] < width)
+    before = tl.load(k + places, mask=known, other=0.0).to(tl.float32)
+    row = tl.load(first_row + chunk).to(tl.int64)
+    of_state = (row * heads + head) * width + columns
+    last = tl.load(last_key + of_state, mask=(columns < width) & (row >= 0), other=0.0)
+    starts = (tl.arange(0, S) == tl.load(phase + chunk)) & (row >= 0)
+    return tl.where(starts[:, None], last[None, :], before)
+
+
+@triton.jit
+def load_matrix(x, height, width, H: tl.constexpr, W: tl.constexpr):
+    """A row-major [height, width] matrix as a tile [H, W]."""
+    i, j = tl.arange(0, H), tl.arange(0, W)
+    inside = (i[:, None] < height) & (j[None, :] < width)
+    return tl.load(x + i[:, None] * width + j[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_matrix(x, tile, height, width, H: tl.constexpr, W: tl.constexpr):
+    i, j = tl.arange(0, H), tl.arange(0, W)
+    inside = (i[:, None] < height) & (j[None, :] < width)
+    tl.store(x + i[:, None] * width + j[None, :], tile, mask=inside)
+
+
+@triton.jit
+def sums_kernel(
+    k, v, last_key, first_row, phase, sums, k_slot, k_head, v_slot, v_head, r, p,
+    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """G, M and C of each chunk by itself."""
+    chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
+    K_before = load_before(
+        k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
+    )
+    V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
+    base = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
+    store_matrix(base, mm(tl.trans(K), K, PRECISION, EXACT, EXACT), r, r, R, R)
+    store_matrix(base + r * r, mm(tl.trans(K), K_before, PRECISION, EXACT, EXACT), r, r, R, R)
+    store_matrix(base + 2 * r * r, mm(tl.trans(V), K, PRECISION, EXACT, EXACT), p, r, PW, R)
+
+
+@triton.jit
+def scan_kernel(
+    sums, initial, final, first_chunk, chunks, floats,
+    REVERSE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Replace each chunk's sums by those before it (behind it if REVERSE) in its row, in place."""
+    row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < floats
+    start = tl.load(first_chunk + row).to(tl.int64)
+    count = tl.load(chunks + row)
+    of_row = (row.to(tl.int64) * heads + head) * floats + columns
+    running = tl.load(initial + of_row, mask=inside, other=0.0)
+    for begin in range(0, count, AHEAD):
+        own = ()
+        for i in tl.static_range(AHEAD):
+            place = begin + i
+            chunk = start + (count - 1 - place if REVERSE else place)
+            here = inside & (place < count)
+            places = (chunk * heads + head) * floats + columns
+            own = own + (tl.load(sums + places, mask=here, other=0.0),)
+        for i in tl.static_range(AHEAD):
+            place = begin + i
+            chunk = start + (count - 1 - place if REVERSE else place)
+            here = inside & (place < count)
+            tl.store(sums + (chunk * heads + head) * floats + columns, running, mask=here)
+            running = running + own[i]
+    tl.store(final + of_row, running, mask=inside)
+
+
+@triton.jit
+def inverse_factor(a, floor):
+    """F with F' F = a^-1, lower triangular, for a positive definite 16 x 16 tile.
+
+    No pivot of `a` is below `floor` in exact arithmetic; one that rounding brought there is raised.
+    """
+    i = tl.arange(0, 16)
+    inverse = (i[:, None] == i[None, :]).to(tl.float32)
+    scale = tl.zeros([16], tl.float32)
+    for j in range(16):
+        row = tl.sum(tl.where(i[:, None] == j, a, 0.0), 0)
+        column = tl.sum(tl.where(i[None, :] == j, a, 0.0), 1)
+        inverse_row = tl.sum(tl.where(i[:, None] == j, inverse, 0.0), 0)
+        pivot = tl.sum(tl.where(i == j, row, 0.0), 0)
+        pivot = tl.where(pivot < floor, floor, pivot)
+        factor = tl.where(i > j, column / pivot, 0.0)
+        a -= factor[:, None] * row[None, :]
+        inverse -= factor[:, None] * inverse_row[None, :]
+        scale = tl.where(i == j, 1.0 / tl.sqrt(pivot), scale)
+    return inverse * scale[:, None]
+
+
+@triton.jit
+def load_diagonal_block(gram, ridge, start, r):
+    """A 16 x 16 block on the diagonal of G + ridge I; beyond r it is ridge I."""
+    i = tl.arange(0, 16)
+    places = start + i
+    known = (places[:, None] < r) & (places[None, :] < r)
+    block = tl.load(gram + places[:, None] * r + places[None, :], mask=known, other=0.0)
+    return block + tl.where(i[:, None] == i[None, :], ridge, 0.0)
+
+
+@triton.jit
+def load_rows(x, start, width, below, W: tl.constexpr):
+    """16 rows of a square matrix, up to column `below`."""
+    rows, columns = start + tl.arange(0, 16), tl.arange(0, W)
+    known = (rows[:, None] < width) & (columns[None, :] < below)
+    return tl.load(x + rows[:, None] * width + columns[None, :], mask=known, other=0.0)
+
+
+@triton.jit
+def inverse_cholesky_kernel(
+    sums, ridge, ridge_chunk, ridge_head, r, p, R: tl.constexpr, PRECISION: tl.constexpr
+):
+    """F = L^-1 of the Cholesky factor L of G + ridge I, in the place of each G.
+
+    16 rows at a time: with rows g and diagonal block d of G, l = g F' are the rows of L,
+    s = d - l l' is the Schur complement, and s^-1/2 [-l F, I] are the next rows of F. (Growing
+    X = F' F itself would be cheaper, but its error enters s multiplied by the condition number,
+    that of F by its root.)
+    """
+    chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    gram = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
+    lam = tl.load(ridge + chunk * ridge_chunk + head * ridge_head)
+    i, j = tl.arange(0, 16), tl.arange(0, R)
+    F = tl.zeros([R, R], tl.float32)
+    for start in range(0, r, 16):
+        l = mm(load_rows(gram, start, r, start, R), tl.trans(F), PRECISION)
+        s = load_diagonal_block(gram, lam, start, r) - mm(l, tl.trans(l), PRECISION)
+        unit = tl.where(j[None, :] == start + i[:, None], 1.0, 0.0)
+        rows = mm(inverse_factor(s, lam), unit - mm(l, F, PRECISION), PRECISION)
+        F += mm(tl.trans(unit), rows, PRECISION)
+    tl.debug_barrier()
+    store_matrix(gram, F, r, r, R, R)
+
+
+@triton.jit
+def square_kernel(sums, r, p, R: tl.constexpr, PRECISION: tl.constexpr):
+    """X = F' F in the place of each F."""
+    chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    place = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
+    F = load_matrix(place, r, r, R, R)
+    X = mm(tl.trans(F), F, PRECISION)
+    tl.debug_barrier()
+    store_matrix(place, X, r, r, R, R)
+
+
+@triton.jit
+def factor_kernel(
+    k, sums, e, k_slot, k_head, r, p,
+    S: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The rows e_s of E, with X_t = X0 - sum_{s<=t} e_s e_s'.
+
+    Sixteen tokens at a time: E = F K X with F' F = (I + K X K')^-1, then X -= E' E.
+    """
+    chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    of_chunk = chunk.to(tl.int64) * heads + head
+    X = load_matrix(sums + of_chunk * (2 * r * r + p * r), r, r, R, R)
+    i, j = tl.arange(0, 16), tl.arange(0, R)
+    for block in range(S // 16):
+        slots = chunk.to(tl.int64) * S + block * 16 + i
+        places = slots[:, None] * k_slot + head * k_head + j[None, :]
+        K = tl.load(k + places, mask=j[None, :] < r, other=0.0).to(tl.float32)
+        KX = mm(K, X, PRECISION, EXACT)
+        KXK = mm(KX, tl.trans(K), PRECISION, False, EXACT)
+        F = inverse_factor(KXK + (i[:, None] == i[None, :]).to(tl.float32), 1.0)
+        E = mm(F, KX, PRECISION)
+        store_matrix(e + (of_chunk * S + block * 16) * r, E, 16, r, 16, R)
+        X -= mm(tl.trans(E), E, PRECISION)
+
+
+@triton.jit
+def apply_inverse(p, X, E, past, PRECISION: tl.constexpr, EXACT: tl.constexpr = False):
+    """p_t -> X_t p_t"""
+    scores = tl.where(past, mm(p, tl.trans(E), PRECISION, EXACT), 0.0)
+    return mm(p, X, PRECISION, EXACT) - mm(scores, E, PRECISION)
+
+
+@triton.jit
+def apply_sum(p, initial, left, right, past, PRECISION: tl.constexpr, EXACT: tl.constexpr):
+    """p_t -> (initial + sum_{s<=t} left_s right_s')' p_t, for rows left and right."""
+    scores = tl.where(past, mm(p, tl.trans(left), PRECISION, False, EXACT), 0.0)
+    return mm(p, initial, PRECISION) + mm(scores, right, PRECISION, False, EXACT)
+
+
+@triton.jit
+def exact_forward_kernel(
+    q, k, v, last_key, first_row, phase, sums, e, coef, y,
+    q_slot, q_head, k_slot, k_head, v_slot, v_head, y_slot, y_head, r, p,
+    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """y_t = C_t sum_j c_j u_{j,t},  u_0 = X_t q_t,  u_j = X_t M_t u_{j-1}"""
+    chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    of_chunk = chunk.to(tl.int64) * heads + head
+    base = sums + of_chunk * (2 * r * r + p * r)
+    past = tl.arange(0, S)[:, None] >= tl.arange(0, S)[None, :]
+    X = load_matrix(base, r, r, R, R)
+    E = load_matrix(e + of_chunk * S * r, S, r, S, R)
+    K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
+    u = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
+    u = apply_inverse(u, X, E, past, PRECISION, EXACT)
+    mixed = tl.load(coef + head * (ORDER + 1)) * u
+    if ORDER > 0:
+        M = load_matrix(base + r * r, r, r, R, R)
+        K_before = load_before(
+            k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
+        )
+        for j in tl.static_range(1, ORDER + 1):
+            u = apply_sum(u, tl.trans(M), K_before, K, past, PRECISION, EXACT)
+            u = apply_inverse(u, X, E, past, PRECISION)
+            mixed += tl.load(coef + head * (ORDER + 1) + j) * u
+    C = load_matrix(base + 2 * r * r, p, r, PW, R)
+    V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
+    answer = apply_sum(mixed, tl.trans(C), K, V, past, PRECISION, EXACT)
+    store_slots(y, answer, chunk, head, y_slot, y_head, p, S, PW)
+
+
+@triton.jit
+def exact_chain_kernel(
+    q, k, v, last_key, first_row, phase, sums, e, coef, dy, us, zs, dq, dcoef, dridge,
+    q_slot, q_head, k_slot, k_head, v_slot, v_head, dy_slot, dy_head, key_slot, key_head,
+    r, p, head_start, heads,
+    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The chains u_j and z_j = X_t dL/du_j, from which all gradients are made; z_0 is dq."""
+    chunk, head = tl.program_id(0), head_start + tl.program_id(1)
+    of_chunk = chunk.to(tl.int64) * heads + head
+    base = sums + of_chunk * (2 * r * r + p * r)
+    of_group = chunk.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    of_chain = of_group * (ORDER + 1) * S * r
+    past = tl.arange(0, S)[:, None] >= tl.arange(0, S)[None, :]
+    X = load_matrix(base, r, r, R, R)
+    M = load_matrix(base + r * r, r, r, R, R)
+    E = load_matrix(e + of_chunk * S * r, S, r, S, R)
+    K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
+    K_before = load_before(
+        k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
+    )
+    C = load_matrix(base + 2 * r * r, p, r, PW, R)
+    V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
+    dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
+    dmixed = apply_sum(dY, C, V, K, past, PRECISION, EXACT)
+
+    u = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
+    for j in tl.static_range(ORDER + 1):
+        if j > 0:
+            u = apply_sum(u, tl.trans(M), K_before, K, past, PRECISION, EXACT)
+        u = apply_inverse(u, X, E, past, PRECISION)
+        store_matrix(us + of_chain + j * S * r, u, S, r, S, R)
+        tl.store(dcoef + of_chunk * (ORDER + 1) + j, tl.sum(dmixed * u))
+    tl.debug_barrier()
+
+    z = tl.zeros([S, R], tl.float32)
+    dlam = 0.0
+    for j in tl.static_range(ORDER, -1, -1):
+        g = tl.load(coef + head * (ORDER + 1) + j) * dmixed
+        if j < ORDER:
+            g += apply_sum(z, M, K, K_before, past, PRECISION, EXACT)
+        z = apply_inverse(g, X, E, past, PRECISION)
+        store_matrix(zs + of_chain + j * S * r, z, S, r, S, R)
+        u = load_matrix(us + of_chain + j * S * r, S, r, S, R)
+        dlam -= tl.sum(z * u)
+    tl.store(dridge + of_chunk, dlam)
+    store_slots(dq, z, chunk, head, key_slot, key_head, r, S, R)
+
+
+@triton.jit
+def exact_gradient_kernel(
+    k, v, last_key, first_row, phase, sums, coef, dy, us, zs, dk, dk_before, dv,
+    k_slot, k_head, v_slot, v_head, dy_slot, dy_head, key_slot, key_head, value_slot, value_head,
+    r, p, head_start, heads,
+    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
+    PRECISION: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Gradients inside a chunk, and those of its initial sums in the place of these.
+
+    dL/dG_t = -sum_j z_j u_j' and dL/dM_t = sum_j z_j u_{j-1}', handed to every token s <= t.
+    Scores may cancel and take the better PRECISION; what is summed up of them takes LOCAL.
+    """
+    chunk, head = tl.program_id(0), head_start + tl.program_id(1)
+    of_chunk = chunk.to(tl.int64) * heads + head
+    base = sums + of_chunk * (2 * r * r + p * r)
+    of_group = chunk.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    of_chain = of_group * (ORDER + 1) * S * r
+    past = tl.arange(0, S)[:, None] >= tl.arange(0, S)[None, :]
+    K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
+    K_before = load_before(
+        k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
+    )
+    dK = tl.zeros([S, R], tl.float32)
+    dK_before = tl.zeros([S, R], tl.float32)
+    dG = tl.zeros([R, R], tl.float32)
+    dM = tl.zeros([R, R], tl.float32)
+    mixed = tl.zeros([S, R], tl.float32)
+    earlier = tl.zeros([S, R], tl.float32)
+    for j in tl.static_range(ORDER + 1):
+        u = load_matrix(us + of_chain + j * S * r, S, r, S, R)
+        z = load_matrix(zs + of_chain + j * S * r, S, r, S, R)
+        mixed += tl.load(coef + head * (ORDER + 1) + j) * u
+        met = tl.where(past, mm(z, tl.trans(K), PRECISION, False, EXACT), 0.0)
+        seen = -tl.where(past, mm(u, tl.trans(K), PRECISION, False, EXACT), 0.0)
+        dK -= mm(tl.trans(met), u, LOCAL)
+        dG -= mm(tl.trans(z), u, LOCAL)
+        if j > 0:
+            seen += tl.where(past, mm(earlier, tl.trans(K_before), PRECISION, False, EXACT), 0.0)
+            dK_before += mm(tl.trans(met), earlier, LOCAL)
+            dM += mm(tl.trans(z), earlier, LOCAL)
+        dK += mm(tl.trans(seen), z, LOCAL)
+        earlier = u
+    store_slots(dk_before, dK_before, chunk, head, key_slot, key_head, r, S, R)
+    store_matrix(base, dG, r, r, R, R)
+    store_matrix(base + r * r, dM, r, r, R, R)
+
+    V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
+    dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
+    answers = tl.where(past, mm(dY, tl.trans(V), PRECISION, EXACT, EXACT), 0.0)
+    dK += mm(tl.trans(answers), mixed, LOCAL)
+    store_slots(dk, dK, chunk, head, key_slot, key_head, r, S, R)
+    recalled = tl.where(past, mm(mixed, tl.trans(K), PRECISION, False, EXACT), 0.0)
+    dV = mm(tl.trans(recalled), dY, LOCAL, False, EXACT)
+    store_slots(dv, dV, chunk, head, value_slot, value_head, p, S, PW)
+    dC = mm(tl.trans(dY), mixed, LOCAL, EXACT)
+    store_matrix(base + 2 * r * r, dC, p, r, PW, R)
+
+
+@triton.jit
+def chunk_terms(
+    base, r, p, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr
+):
+    """X, and the terms C X (M X)^j of the read-out."""
+    X = load_matrix(base, r, r, R, R)
+    term = mm(load_matrix(base + 2 * r * r, p, r, PW, R), X, PRECISION)
+    terms = (term,)
+    for _ in tl.static_range(ORDER):
+        term = mm(mm(term, load_matrix(base + r * r, r, r, R, R), PRECISION), X, PRECISION)
+        terms = terms + (term,)
+    return X, terms
+
+
+@triton.jit
+def weigh(terms, coef, PW: tl.constexpr, R: tl.constexpr, ORDER: tl.constexpr):
+    """W = sum_j c_j T_j"""
+    W = tl.zeros([PW, R], tl.float32)
+    for j in tl.static_range(ORDER + 1):
+        W += tl.load(coef + j) * terms[j]
+    return W
+
+
+@triton.jit
+def chunk_forward_kernel(
+    q, sums, coef, first_row, phase, last_row, readout_begun, readout, y,
+    q_slot, q_head, y_slot, y_head, r, p,
+    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """y = Q W' with W from the sums before the chunk, or the one a half-read chunk began with."""
+    chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row_begun = tl.where(tl.load(phase + chunk) > 0, tl.load(first_row + chunk), -1).to(tl.int64)
+    row_ended = tl.load(last_row + chunk).to(tl.int64)
+    if row_begun >= 0:
+        W = load_matrix(readout_begun + (row_begun * heads + head) * p * r, p, r, PW, R)
+    else:
+        base = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
+        _, terms = chunk_terms(base, r, p, R, PW, ORDER, PRECISION)
+        W = weigh(terms, coef + head * (ORDER + 1), PW, R, ORDER)
+    if row_ended >= 0:
+        store_matrix(readout + (row_ended * heads + head) * p * r, W, p, r, PW, R)
+    Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
+    answer = mm(Q, tl.trans(W), PRECISION, EXACT)
+    store_slots(y, answer, chunk, head, y_slot, y_head, p, S, PW)
+
+
+@triton.jit
+def chunk_backward_kernel(
+    q, sums, coef, first_row, phase, last_row, readout_begun, dy, dreadout,
+    dq, dbegun, dcoef, dridge, q_slot, q_head, dy_slot, dy_head, key_slot, key_head, r, p,
+    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
+    PRECISION: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """dq, and the gradients of a chunk's initial sums in the place of these.
+
+    The terms T_j = C X (M X)^j play the part that u_j plays in exact mode: with Z_j = dT_j X,
+    dG = -sum_j T_j' Z_j, dM = sum_j T_{j-1}' Z_j, dC = Z_0.
+    """
+    chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    of_chunk = chunk.to(tl.int64) * heads + head
+    base = sums + of_chunk * (2 * r * r + p * r)
+    row_begun = tl.where(tl.load(phase + chunk) > 0, tl.load(first_row + chunk), -1).to(tl.int64)
+    row_ended = tl.load(last_row + chunk).to(tl.int64)
+    Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
+    dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
+    dW = mm(tl.trans(dY), Q, LOCAL, EXACT, EXACT)
+    if row_ended >= 0:
+        dW += load_matrix(dreadout + (row_ended * heads + head) * p * r, p, r, PW, R)
+
+    dG = tl.zeros([R, R], tl.float32)
+    dM = tl.zeros([R, R], tl.float32)
+    Z = tl.zeros([PW, R], tl.float32)
+    dlam = 0.0
+    if row_begun >= 0:
+        W = load_matrix(readout_begun + (row_begun * heads + head) * p * r, p, r, PW, R)
+        store_matrix(dbegun + (row_begun * heads + head) * p * r, dW, p, r, PW, R)
+        for j in tl.static_range(ORDER + 1):
+            tl.store(dcoef + of_chunk * (ORDER + 1) + j, 0.0)
+    else:
+        X, terms = chunk_terms(base, r, p, R, PW, ORDER, PRECISION)
+        W = weigh(terms, coef + head * (ORDER + 1), PW, R, ORDER)
+        M = load_matrix(base + r * r, r, r, R, R)
+        for j in tl.static_range(ORDER, -1, -1):
+            tl.store(dcoef + of_chunk * (ORDER + 1) + j, tl.sum(dW * terms[j]))
+            dT = tl.load(coef + head * (ORDER + 1) + j) * dW
+            if j < ORDER:
+                dT += mm(Z, tl.trans(M), PRECISION)
+            Z = mm(dT, X, PRECISION)
+            dG -= mm(tl.trans(terms[j]), Z, LOCAL)
+            dlam -= tl.sum(terms[j] * Z)
+            if j > 0:
+                dM += mm(tl.trans(terms[j - 1]), Z, LOCAL)
+    store_slots(dq, mm(dY, W, LOCAL, EXACT), chunk, head, key_slot, key_head, r, S, R)
+    tl.store(dridge + of_chunk, dlam)
+    tl.debug_barrier()
+    store_matrix(base, dG, r, r, R, R)
+    store_matrix(base + r * r, dM, r, r, R, R)
+    store_matrix(base + 2 * r * r, Z, p, r, PW, R)
+
+
+@triton.jit
+def spread_kernel(
+    k, v, last_key, first_row, phase, sums, dk, dk_before, dv,
+    k_slot, k_head, v_slot, v_head, key_slot, key_head, value_slot, value_head, r, p,
+    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Hand the gradients of all later sums to the tokens that entered them.
+
+    dk = (dG + dG') k + dM k_before + dC' v,  dk_before = dM' k,  dv = dC k.
+    """
+    chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    base = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
+    K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
+    K_before = load_before(
+        k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
+    )
+    V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
+    dG = load_matrix(base, r, r, R, R)
+    dM = load_matrix(base + r * r, r, r, R, R)
+    dC = load_matrix(base + 2 * r * r, p, r, PW, R)
+    dK = mm(K, dG + tl.trans(dG), PRECISION, EXACT)
+    dK += mm(K_before, tl.trans(dM), PRECISION, EXACT) + mm(V, dC, PRECISION, EXACT)
+    dK_before = mm(K, dM, PRECISION, EXACT)
+    dV = mm(K, tl.trans(dC), PRECISION, EXACT)
+    if ADD:
+        dK += load_slots(dk, chunk, head, key_slot, key_head, r, S, R)
+        dK_before += load_slots(dk_before, chunk, head, key_slot, key_head, r, S, R)
+        dV += load_slots(dv, chunk, head, value_slot, value_head, p, S, PW)
+    store_slots(dk, dK, chunk, head, key_slot, key_head, r, S, R)
+    store_slots(dk_before, dK_before, chunk, head, key_slot, key_head, r, S, R)
+    store_slots(dv, dV, chunk, head, value_slot, value_head, p, S, PW)

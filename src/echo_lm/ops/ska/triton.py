@@ -1,0 +1,443 @@
+"""SKA on a GPU: exact and chunk mode as Triton kernels, with an analytic backward.
+
+The forward keeps the sums and factors of each chunk, about 50 KB a head at r = 48, P = 64; what it
+passed through on the way to the answers, the backward computes anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from echo_lm.ops.ska import kernels
+from echo_lm.ops.ska.chunk import begun_readout, ends, lay_out, with_derived
+from echo_lm.ops.ska.layout import ChunkLayout, running_max
+from echo_lm.ops.ska.problem import Problem
+from echo_lm.ops.ska.state import SKAState
+
+SCAN_BLOCK, SCAN_AHEAD = 256, 16
+HEAD_GROUPS = 2
+"""The exact backward takes so many turns, to hold the chains of a part of the heads at a time."""
+WARPS = {
+    "sums": 4,
+    "inverse_cholesky": 2,
+    "square": 4,
+    "factor": 1,
+    "exact_forward": 4,
+    "exact_chain": 4,
+    "exact_gradient": 4,
+    "chunk_forward": 4,
+    "chunk_backward": 4,
+    "spread": 4,
+}
+"""For tiles up to 64 wide, measured on one H200; twice as many beyond."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How matrix products are split: see `kernels.mm`."""
+
+    inverse: str
+    """The Cholesky factor of G + ridge I, whose error grows with the length of the text."""
+    square: str
+    """The inverse from it."""
+    factor: str
+    """What each token takes from it inside a chunk."""
+    answer: str
+    """Applying them to queries and gradients."""
+    gradient: str
+    """What is only summed up."""
+
+
+PRECISION = {
+    torch.float32: Precision("tf32x3", "tf32x3", "tf32x3", "tf32x3", "tf32x3"),
+    torch.bfloat16: Precision("tf32x3", "tf32x3", "bf16x3", "bf16x3", "bf16"),
+    torch.float16: Precision("tf32x3", "tf32x3", "bf16x3", "bf16x3", "bf16"),
+}
+INTERPRETED = Precision("ieee", "ieee", "ieee", "ieee", "ieee")
+
+
+@torch.compiler.disable
+def ska_triton(
+    problem: Problem, return_state: bool
+) -> tuple[Float[Tensor, "b t h p"], SKAState | None]:
+    """Answer all tokens of all rows."""
+    if problem.causal == "exact":
+        problem = replace(problem, chunk_size=best_chunk_size(problem))
+    layout, old = lay_out(problem), problem.state
+    q, k, v = (layout.to_slots(x) for x in (problem.q, problem.k, problem.v))
+    initial = torch.cat([x.flatten(-2) for x in (old.gram, old.lag, old.value)], dim=-1)
+    ridge, energy_end = problem.ridge.expand(len(q), -1), old.key_energy
+    if problem.relative_ridge or return_state:
+        energies = torch.linalg.vector_norm(k, dim=-1, dtype=old.gram.dtype).amax(1).square()
+        energy, energy_end = layout.scan(old.key_energy, energies, running_max)
+        ridge = problem.ridge_at(energy)
+    launch, readout = Launch.of(problem, layout, q, v), None
+    if problem.causal == "exact":
+        y, final = _Exact.apply(q, k, v, old.last_key, initial, problem.coef, ridge, launch)
+    else:
+        begun = old.value
+        if any(layout.phases) or 0 in layout.chunks:
+            begun = begun_readout(problem)
+        y, final, readout = _Chunk.apply(
+            q, k, v, old.last_key, initial, problem.coef, ridge, begun, launch
+        )
+    y = layout.to_tokens(y)
+    if not return_state:
+        return y, None
+    r, p = launch.rank, launch.width
+    gram, lag, value = final.split([r * r, r * r, p * r], dim=-1)
+    first_key, last_key, count = ends(problem)
+    state = SKAState(
+        gram.unflatten(-1, (r, r)),
+        lag.unflatten(-1, (r, r)),
+        value.unflatten(-1, (p, r)),
+        first_key.to(gram.dtype),
+        last_key.to(gram.dtype),
+        energy_end,
+        count,
+    )
+    return y, with_derived(problem, state, readout)
+
+
+def best_chunk_size(problem: Problem) -> int:
+    """In exact mode the chunk is a matter of speed alone; fp32 tiles take twice the room."""
+    roomy = max(problem.k.shape[-1], problem.v.shape[-1]) <= 64
+    if problem.k.dtype == torch.float32:
+        return 32 if roomy else 16
+    return 64 if roomy else 32
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The sizes of one call, and the kernels launched with them."""
+
+    layout: ChunkLayout
+    chunks: int
+    heads: int
+    rank: int
+    width: int
+    order: int
+    exact_inputs: bool
+    precision: Precision
+
+    @classmethod
+    def of(cls, problem: Problem, layout: ChunkLayout, q: Tensor, v: Tensor) -> Launch:
+        return cls(
+            layout=layout,
+            chunks=len(q),
+            heads=q.shape[2],
+            rank=q.shape[3],
+            width=v.shape[3],
+            order=problem.coef.shape[1] - 1,
+            exact_inputs=q.dtype == torch.bfloat16,
+            precision=INTERPRETED if q.device.type == "cpu" else PRECISION[q.dtype],
+        )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.chunks, self.heads
+
+    @property
+    def floats(self) -> int:
+        """Of the sums of one head."""
+        return 2 * self.rank**2 + self.width * self.rank
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        S, R, PW = (self.layout.chunk_size, *map(tile_width, (self.rank, self.width)))
+        return {"S": S, "R": R, "PW": PW}
+
+    def warps(self, kernel: str) -> int:
+        return WARPS[kernel] * (2 if max(self.tiles["R"], self.tiles["PW"]) > 64 else 1)
+
+    @cached_property
+    def places(self) -> Places:
+        layout = self.layout
+        return places_of(
+            tuple(layout.chunks), tuple(layout.phases), layout.chunk_size, layout.device
+        )
+
+    @property
+    def starts(self) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+        return self.places.first_row, self.places.phase
+
+    def prepare(
+        self, k: Tensor, v: Tensor, last_key: Tensor, initial: Tensor, ridge: Tensor
+    ) -> tuple[Float[Tensor, "n h f"], Float[Tensor, "rows h f"]]:
+        """X, M and C before each chunk; G, M and C after the last one of each row."""
+        sums = torch.empty(self.chunks, self.heads, self.floats, device=k.device)
+        kernels.sums_kernel[self.grid](
+            k, v, last_key, *self.starts, sums, *strides(k, v), self.rank, self.width,
+            **self.tiles, PRECISION=self.precision.answer, EXACT=self.exact_inputs,
+            num_warps=self.warps("sums"),
+        )  # fmt: skip
+        final = self.scan(sums, initial, reverse=False)
+        kernels.inverse_cholesky_kernel[self.grid](
+            sums, ridge, *ridge.stride(), self.rank, self.width, R=self.tiles["R"],
+            PRECISION=self.precision.inverse, num_warps=self.warps("inverse_cholesky"),
+        )  # fmt: skip
+        kernels.square_kernel[self.grid](
+            sums, self.rank, self.width, R=self.tiles["R"],
+            PRECISION=self.precision.square, num_warps=self.warps("square"),
+        )  # fmt: skip
+        return sums, final
+
+    def scan(
+        self, sums: Float[Tensor, "n h f"], initial: Float[Tensor, "rows h f"], *, reverse: bool
+    ) -> Float[Tensor, "rows h f"]:
+        """Make sums exclusive prefix (or suffix) sums, in place; return the totals."""
+        final = torch.empty_like(initial)
+        first, count = self.places.first_chunk, self.places.count
+        grid = (len(initial), self.heads, triton.cdiv(self.floats, SCAN_BLOCK))
+        kernels.scan_kernel[grid](
+            sums, initial, final, first, count, self.floats,
+            REVERSE=reverse, BLOCK=SCAN_BLOCK, AHEAD=SCAN_AHEAD, num_warps=2,
+        )  # fmt: skip
+        return final
+
+    def factor(self, k: Tensor, sums: Float[Tensor, "n h f"]) -> Float[Tensor, "n h s r"]:
+        """E of each chunk."""
+        S, R = self.tiles["S"], self.tiles["R"]
+        e = torch.empty(self.chunks, self.heads, S, self.rank, device=k.device)
+        kernels.factor_kernel[self.grid](
+            k, sums, e, *strides(k), self.rank, self.width,
+            S=S, R=R, PRECISION=self.precision.factor, EXACT=self.exact_inputs,
+            num_warps=self.warps("factor"),
+        )  # fmt: skip
+        return e
+
+    def hand_back(
+        self,
+        k: Tensor,
+        v: Tensor,
+        last_key: Tensor,
+        sums: Float[Tensor, "n h f"],
+        dfinal: Float[Tensor, "rows h f"],
+        gradients: tuple[Tensor, Tensor, Tensor],
+        *,
+        add: bool,
+    ) -> tuple[Float[Tensor, "rows h f"], Float[Tensor, "rows h r"]]:
+        """From the gradients of each chunk's initial sums to those of tokens and of the state.
+
+        Gradients of k, k_before and v are added to, or written if not `add`.
+        """
+        dinitial = self.scan(sums, dfinal.contiguous(), reverse=True)
+        dk, dk_before, dv = gradients
+        kernels.spread_kernel[self.grid](
+            k, v, last_key, *self.starts, sums, *gradients,
+            *strides(k, v), *strides(dk, dv), self.rank, self.width, **self.tiles,
+            PRECISION=self.precision.gradient, EXACT=self.exact_inputs, ADD=add,
+            num_warps=self.warps("spread"),
+        )  # fmt: skip
+        rows, slots = self.places.occupied, self.places.first_slot
+        of_predecessor, of_token = dk_before.flatten(0, 1), dk.flatten(0, 1)
+        dlast_key = torch.zeros_like(last_key)
+        dlast_key[rows] = of_predecessor[slots].to(dlast_key.dtype)
+        of_predecessor[slots] = 0
+        of_token[:-1] += of_predecessor[1:]
+        return dinitial, dlast_key
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where rows begin and end in the flat list of chunks, on the device."""
+
+    first_chunk: Int[Tensor, " rows"]
+    count: Int[Tensor, " rows"]
+    first_row: Int[Tensor, " n"]
+    """The row whose first chunk this is, or -1."""
+    phase: Int[Tensor, " n"]
+    """The slot of that row's first token, or -1."""
+    last_row: Int[Tensor, " n"]
+    """The row whose last chunk this is, or -1."""
+    occupied: Int[Tensor, " some"]
+    """Rows with tokens."""
+    first_slot: Int[Tensor, " some"]
+    """The slot of their first token, among all slots."""
+
+
+@lru_cache(maxsize=64)
+def places_of(
+    chunks: tuple[int, ...], phases: tuple[int, ...], chunk_size: int, device: torch.device
+) -> Places:
+    """Copied to the device once for each layout."""
+    first = [end - n for end, n in zip(accumulate(chunks), chunks, strict=True)]
+    marks = {name: [-1] * sum(chunks) for name in ("first_row", "phase", "last_row")}
+    occupied = [row for row, n in enumerate(chunks) if n]
+    for row in occupied:
+        marks["first_row"][first[row]] = row
+        marks["phase"][first[row]] = phases[row]
+        marks["last_row"][first[row] + chunks[row] - 1] = row
+
+    def on_device(x: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(x, dtype=dtype, device=device)
+
+    return Places(
+        first_chunk=on_device(first, torch.int32),
+        count=on_device(chunks, torch.int32),
+        **{name: on_device(mark, torch.int32) for name, mark in marks.items()},
+        occupied=on_device(occupied, torch.int64),
+        first_slot=on_device(
+            [first[row] * chunk_size + phases[row] for row in occupied], torch.int64
+        ),
+    )
+
+
+class _Exact(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        last_key: Tensor,
+        initial: Tensor,
+        coef: Tensor,
+        ridge: Tensor,
+        launch: Launch,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = map(slotted, (q, k, v))
+        last_key, initial, coef = (x.contiguous() for x in (last_key, initial, coef))
+        sums, final = launch.prepare(k, v, last_key, initial, ridge)
+        e = launch.factor(k, sums)
+        y = torch.empty_like(v, memory_format=torch.contiguous_format)
+        kernels.exact_forward_kernel[launch.grid](
+            q, k, v, last_key, *launch.starts, sums, e, coef, y, *strides(q, k, v, y),
+            launch.rank, launch.width, **launch.tiles, ORDER=launch.order,
+            PRECISION=launch.precision.answer, EXACT=launch.exact_inputs,
+            num_warps=launch.warps("exact_forward"),
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, last_key, initial, coef, ridge)
+        ctx.launch, ctx.kept = launch, (sums, e)
+        return y, final
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, last_key, initial, coef, ridge = ctx.saved_tensors
+        launch: Launch = ctx.launch
+        dy = slotted(dy)
+        # The sums are overwritten below: a second backward of the same graph makes them anew.
+        kept, ctx.kept = ctx.kept, None
+        if kept is None:
+            sums, _ = launch.prepare(k, v, last_key, initial, ridge)
+            kept = sums, launch.factor(k, sums)
+        sums, e = kept
+        del kept
+        dcoef = torch.empty(*launch.grid, launch.order + 1, device=q.device)
+        dridge = torch.empty(launch.grid, device=q.device)
+        dq, dk, dk_before, dv = (empty_like(x) for x in (q, k, k, v))
+        heads = -(-launch.heads // HEAD_GROUPS)
+        chains = torch.empty(
+            2, launch.chunks, heads, launch.order + 1, *e.shape[2:], device=q.device
+        )
+        for start in range(0, launch.heads, heads):
+            grid = launch.chunks, min(heads, launch.heads - start)
+            sizes = launch.rank, launch.width, start, launch.heads
+            kernels.exact_chain_kernel[grid](
+                q, k, v, last_key, *launch.starts, sums, e, coef, dy, *chains, dq, dcoef, dridge,
+                *strides(q, k, v, dy, dq), *sizes, **launch.tiles, ORDER=launch.order,
+                PRECISION=launch.precision.answer, EXACT=launch.exact_inputs,
+                num_warps=launch.warps("exact_chain"),
+            )  # fmt: skip
+            kernels.exact_gradient_kernel[grid](
+                k, v, last_key, *launch.starts, sums, coef, dy, *chains, dk, dk_before, dv,
+                *strides(k, v, dy, dk, dv), *sizes, **launch.tiles, ORDER=launch.order,
+                PRECISION=launch.precision.answer, LOCAL=launch.precision.gradient,
+                EXACT=launch.exact_inputs, num_warps=launch.warps("exact_gradient"),
+            )  # fmt: skip
+        del e, chains
+        dinitial, dlast_key = launch.hand_back(
+            k, v, last_key, sums, dfinal, (dk, dk_before, dv), add=True
+        )
+        return dq, dk, dv, dlast_key, dinitial, dcoef.sum(0), dridge, None
+
+
+class _Chunk(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        last_key: Tensor,
+        initial: Tensor,
+        coef: Tensor,
+        ridge: Tensor,
+        begun: Tensor,
+        launch: Launch,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = map(slotted, (q, k, v))
+        last_key, initial, coef, begun = (x.contiguous() for x in (last_key, initial, coef, begun))
+        sums, final = launch.prepare(k, v, last_key, initial, ridge)
+        y, readout = empty_like(v), begun.clone()
+        kernels.chunk_forward_kernel[launch.grid](
+            q, sums, coef, *launch.starts, launch.places.last_row, begun, readout, y,
+            *strides(q, y), launch.rank, launch.width, **launch.tiles, ORDER=launch.order,
+            PRECISION=launch.precision.answer, EXACT=launch.exact_inputs,
+            num_warps=launch.warps("chunk_forward"),
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, last_key, initial, coef, ridge, begun)
+        ctx.launch, ctx.kept = launch, sums
+        return y, final, readout
+
+    @staticmethod
+    def backward(
+        ctx: Any, dy: Tensor, dfinal: Tensor, dreadout: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, last_key, initial, coef, ridge, begun = ctx.saved_tensors
+        launch: Launch = ctx.launch
+        dy, dreadout = slotted(dy), dreadout.contiguous()
+        sums, ctx.kept = ctx.kept, None
+        if sums is None:
+            sums, _ = launch.prepare(k, v, last_key, initial, ridge)
+        dq, dk, dk_before, dv = (empty_like(x) for x in (q, k, k, v))
+        dcoef = torch.empty(*launch.grid, launch.order + 1, device=q.device)
+        dridge = torch.empty(launch.grid, device=q.device)
+        dbegun = dreadout_of_idle_rows(dreadout, launch.layout)
+        kernels.chunk_backward_kernel[launch.grid](
+            q, sums, coef, *launch.starts, launch.places.last_row, begun, dy, dreadout,
+            dq, dbegun, dcoef, dridge, *strides(q, dy, dq), launch.rank, launch.width,
+            **launch.tiles, ORDER=launch.order,
+            PRECISION=launch.precision.answer, LOCAL=launch.precision.gradient,
+            EXACT=launch.exact_inputs, num_warps=launch.warps("chunk_backward"),
+        )  # fmt: skip
+        dinitial, dlast_key = launch.hand_back(
+            k, v, last_key, sums, dfinal, (dk, dk_before, dv), add=False
+        )
+        return dq, dk, dv, dlast_key, dinitial, dcoef.sum(0), dridge, dbegun, None
+
+
+def empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def dreadout_of_idle_rows(dreadout: Tensor, layout: ChunkLayout) -> Tensor:
+    """Rows without tokens hand their read-out on as it was; the kernel writes the others'."""
+    if 0 not in layout.chunks:
+        return torch.zeros_like(dreadout)
+    idle = torch.tensor([n == 0 for n in layout.chunks], device=dreadout.device)
+    return dreadout * idle.view(-1, 1, 1, 1)
+
+
+def tile_width(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def slotted(x: Float[Tensor, "n s h d"]) -> Float[Tensor, "n s h d"]:
+    """The same tensor, if slots follow each other at one stride; else a copy."""
+    fits = x.stride(3) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    return x if fits else x.contiguous()
+
+
+def strides(*tensors: Float[Tensor, "n s h d"]) -> list[int]:
+    """Slot and head stride of each."""
+    return [stride for x in tensors for stride in (x.stride(1), x.stride(2))]

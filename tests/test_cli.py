@@ -1,0 +1,107 @@
+"""The command as a user runs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from echo_lm import EchoConfig, cli
+
+COMMAND = Path(sysconfig.get_path("scripts")) / "echo-lm"
+
+
+def echo_lm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={"COLUMNS": "100", "PATH": "", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def one_line(text: str) -> str:
+    """What was printed, whatever the width it was wrapped at."""
+    return " ".join(text.split())
+
+
+def test_help_names_the_commands_at_once() -> None:
+    start = time.perf_counter()
+    done = echo_lm("--help")
+    assert time.perf_counter() - start < 1.5
+    assert done.returncode == 0
+    assert "info" in done.stdout
+    assert "demo" in done.stdout
+
+
+def test_info_shows_who_computes_what_and_every_preset() -> None:
+    done = echo_lm("info")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"SKA, many tokens +│ chunk \(PyTorch\)", done.stdout)
+    assert re.search(r"SKA, one token +│ recurrent \(PyTorch\)", done.stdout)
+    for preset in EchoConfig.presets():
+        assert preset in one_line(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("preset", "shown"),
+    [
+        ("echo-180m", ["SpectralKoopmanAttention", "SpectralKoopmanMLP", "more than 69 tokens"]),
+        ("transformer-50m", ["16: attention; MLP: swiglu", "28,672 a token"]),
+        ("mamba3-cg-ska-tool", ["mamba3+ska, mamba3 at 0", "Mamba3"]),
+    ],
+)
+def test_info_of_a_preset(preset: str, shown: list[str]) -> None:
+    done = echo_lm("info", preset)
+    assert done.returncode == 0, done.stderr
+    for text in (preset, "State of one sequence", *shown):
+        assert text in one_line(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["info", "nonsense"], "There is no preset 'nonsense'; there are echo-180m, "),
+        (["demo", "--tokens", "5"], "tokens must be at least 128, got 5."),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = echo_lm(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"echo-lm: {sentence}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--tokens", "many"]])
+def test_a_command_line_that_does_not_parse(arguments: list[str]) -> None:
+    done = echo_lm(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "--help" in one_line(done.stdout + done.stderr)
+
+
+def test_demo_shows_a_state_that_keeps_its_size() -> None:
+    done = echo_lm("demo", "--tokens", "2000")
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"│ ([\d,]+) +│ ([\d,]+) B +│ ([\d,]+) B", done.stdout)
+    read, state, cache = (
+        [int(cell.replace(",", "")) for cell in column] for column in zip(*rows, strict=True)
+    )
+    assert read[-1] == 2000
+    assert len(set(state)) == 1
+    assert [c / n for c, n in zip(cache, read, strict=True)] == [cache[-1] / 2000] * len(read)
+    assert "they agree" in one_line(done.stdout)
+
+
+def test_a_demo_that_disagrees_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo_lm.demo.run", lambda tokens, seed: False)
+    with pytest.raises(SystemExit) as end:
+        cli.demo()
+    assert end.value.code == 1
