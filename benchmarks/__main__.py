@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+import torch
 from rich.console import Console
 
-from benchmarks import decode, parallel, startup
+from benchmarks import decode, kernels, parallel, startup
 from benchmarks.record import Findings, save, show, stamp
 
 BENCHMARKS: dict[str, Callable[[], Findings]] = {
@@ -15,23 +16,28 @@ BENCHMARKS: dict[str, Callable[[], Findings]] = {
     "parallel": parallel.measure,
     "decode": decode.measure,
 }
+ON_A_GPU: dict[str, Callable[[], Findings]] = {"kernels": kernels.measure}
 
 
 def main(names: list[str]) -> int:
     """Measure, show and write each; 0 if every target was met."""
-    unknown = [name for name in names if name not in BENCHMARKS]
+    known = BENCHMARKS | ON_A_GPU
+    unknown = [name for name in names if name not in known]
     if unknown:
         print(
-            f"There is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}.",
+            f"There is no benchmark {', '.join(unknown)}; there are {', '.join(known)}.",
             file=sys.stderr,
         )
+        return 2
+    if not torch.cuda.is_available() and any(name in ON_A_GPU for name in names):
+        print(f"{', '.join(ON_A_GPU)} needs a CUDA device; there is none here.", file=sys.stderr)
         return 2
     console = Console()
     met = True
     for name in names or BENCHMARKS:
         circumstances = stamp()
         with console.status(f"Measuring {name}"):
-            findings = BENCHMARKS[name]()
+            findings = known[name]()
         path = save(name, findings, circumstances)
         show(name, findings, console)
         console.print(f"Written to {path}\n")

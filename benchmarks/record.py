@@ -18,7 +18,7 @@ from rich.table import Table
 import echo_lm
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "results" / "cpu"
+RESULTS = ROOT / "results"
 
 Row = dict[str, str | int | float]
 
@@ -48,6 +48,8 @@ class Findings:
     seed: int | None
     tables: dict[str, list[Row]]
     targets: list[Target]
+    device: str = "cpu"
+    """The folder of `results` these belong to."""
 
 
 def stamp() -> dict[str, Any]:
@@ -55,7 +57,7 @@ def stamp() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git": {
-            "commit": _git("rev-parse", "HEAD"),
+            "commit": os.environ.get("GIT_COMMIT") or _git("rev-parse", "HEAD"),
             "dirty": bool(_git("status", "--porcelain", "--", ".", ":!results")),
         },
         "hardware": {
@@ -65,6 +67,7 @@ def stamp() -> dict[str, Any]:
                 os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
             ),
             "load": round(os.getloadavg()[0], 2),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
         "versions": {
             "echo_lm": echo_lm.__version__,
@@ -75,7 +78,7 @@ def stamp() -> dict[str, Any]:
 
 
 def save(name: str, findings: Findings, circumstances: dict[str, Any]) -> Path:
-    """Write `results/cpu/NAME.json`; returns its path seen from the repository."""
+    """Write `results/DEVICE/NAME.json`; returns its path seen from the repository."""
     entries = {
         "benchmark": name,
         "config": findings.config,
@@ -84,8 +87,8 @@ def save(name: str, findings: Findings, circumstances: dict[str, Any]) -> Path:
         "targets": [target.to_dict() for target in findings.targets],
         "numbers": findings.tables,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = RESULTS / findings.device / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     return path.relative_to(ROOT)
 

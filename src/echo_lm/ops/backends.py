@@ -18,10 +18,13 @@ SKABackend = Literal["auto", "naive", "chunk", "recurrent", "triton"]
 SCAN_PACKAGES = ("mamba-ssm", "flash-linear-attention")
 """Outside kernels for the state-space scan."""
 
-KERNEL_WIDTHS = range(16, 129)
+KERNEL_WIDTHS = {
+    torch.float32: range(16, 65),
+    torch.bfloat16: range(16, 129),
+    torch.float16: range(16, 129),
+}
 KERNEL_CHUNKS = (16, 32, 64)
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the Triton kernels of SKA take."""
+"""What the Triton kernels of SKA take: wider fp32 tiles do not fit a multiprocessor."""
 
 log = logging.getLogger("echo_lm")
 
@@ -78,11 +81,14 @@ def why_no_kernel(
         return f"needs a CUDA device, not {q.device} (or TRITON_INTERPRET=1, to check it slowly)"
     if causal is False:
         return "is causal and cannot serve causal=False"
-    if q.dtype not in KERNEL_DTYPES:
+    if q.dtype not in KERNEL_WIDTHS:
         return f"takes fp32, bf16 and fp16, not {q.dtype}"
-    if rank not in KERNEL_WIDTHS or width not in KERNEL_WIDTHS:
-        low, high = KERNEL_WIDTHS[0], KERNEL_WIDTHS[-1]
-        return f"takes rank and value width from {low} to {high}, not {rank} and {width}"
+    widths = KERNEL_WIDTHS[q.dtype]
+    if rank not in widths or width not in widths:
+        return (
+            f"takes rank and value width from {widths[0]} to {widths[-1]} in {q.dtype}, not "
+            f"{rank} and {width}"
+        )
     if causal == "chunk" and chunk_size not in KERNEL_CHUNKS:
         return f"takes a chunk_size of {', '.join(map(str, KERNEL_CHUNKS))}, not {chunk_size}"
     return None

@@ -1,8 +1,11 @@
 """The Triton kernels of SKA. `triton.py` launches them; README.md derives what they compute.
 
 All work on one chunk of one head. Tokens lie in slots `[chunk * S + s, head, dim]`; the sums
-G, M and C of a chunk lie end to end in one row of F = 2 r^2 + P r floats. Tile widths R and PW are
-the next powers of two of r and P; what lies beyond is zero.
+G, M and C of a chunk lie end to end in one row of 2 r^2 + P r floats. Tile widths R and PW are the
+next powers of two of r and P; what lies beyond is zero.
+
+What a chunk starts from is whitened: with F' F = (G + ridge I)^-1, the place of G, M and C is taken
+by F, F M F' and C F'. Tokens follow as k F'. Nothing is then larger than the answer asks for.
 """
 
 from __future__ import annotations
@@ -130,6 +133,19 @@ def scan_kernel(
 
 
 @triton.jit
+def guarded(diagonal, floor, PRECISION: tl.constexpr):
+    """What to add to a diagonal so that rounding leaves the matrix positive definite.
+
+    Its least eigenvalue is `floor`. While rounding takes less than that, the guard is quadratic in
+    it, far below what is lost anyway; beyond, it is about what is lost. Each entry has its own, so
+    that a later token cannot change what an earlier one reads.
+    """
+    noise = 2.0**-14 if PRECISION == "bf16x3" else 2.0**-17
+    lost = noise * diagonal / floor
+    return floor * lost * tl.where(lost > 1.0, 1.0, lost)
+
+
+@triton.jit
 def inverse_factor(a, floor):
     """F with F' F = a^-1, lower triangular, for a positive definite 16 x 16 tile.
 
@@ -152,13 +168,14 @@ def inverse_factor(a, floor):
 
 
 @triton.jit
-def load_diagonal_block(gram, ridge, start, r):
-    """A 16 x 16 block on the diagonal of G + ridge I; beyond r it is ridge I."""
+def load_diagonal_block(gram, ridge, start, r, PRECISION: tl.constexpr):
+    """A 16 x 16 block on the diagonal of G + ridge I, guarded; beyond r it is ridge I."""
     i = tl.arange(0, 16)
     places = start + i
     known = (places[:, None] < r) & (places[None, :] < r)
     block = tl.load(gram + places[:, None] * r + places[None, :], mask=known, other=0.0)
-    return block + tl.where(i[:, None] == i[None, :], ridge, 0.0)
+    raised = block + ridge + guarded(block, ridge, PRECISION)
+    return tl.where(i[:, None] == i[None, :], raised, block)
 
 
 @triton.jit
@@ -187,7 +204,7 @@ def inverse_cholesky_kernel(
     F = tl.zeros([R, R], tl.float32)
     for start in range(0, r, 16):
         l = mm(load_rows(gram, start, r, start, R), tl.trans(F), PRECISION)
-        s = load_diagonal_block(gram, lam, start, r) - mm(l, tl.trans(l), PRECISION)
+        s = load_diagonal_block(gram, lam, start, r, PRECISION) - mm(l, tl.trans(l), PRECISION)
         unit = tl.where(j[None, :] == start + i[:, None], 1.0, 0.0)
         rows = mm(inverse_factor(s, lam), unit - mm(l, F, PRECISION), PRECISION)
         F += mm(tl.trans(unit), rows, PRECISION)
@@ -196,14 +213,17 @@ def inverse_cholesky_kernel(
 
 
 @triton.jit
-def square_kernel(sums, r, p, R: tl.constexpr, PRECISION: tl.constexpr):
-    """X = F' F in the place of each F."""
+def whiten_kernel(sums, r, p, R: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr):
+    """F M F' and C F' in the place of M and C."""
     chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    place = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
-    F = load_matrix(place, r, r, R, R)
-    X = mm(tl.trans(F), F, PRECISION)
+    base = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
+    F = load_matrix(base, r, r, R, R)
+    A = mm(F, load_matrix(base + r * r, r, r, R, R), PRECISION)
+    A = mm(A, tl.trans(F), PRECISION)
+    C = mm(load_matrix(base + 2 * r * r, p, r, PW, R), tl.trans(F), PRECISION)
     tl.debug_barrier()
-    store_matrix(place, X, r, r, R, R)
+    store_matrix(base + r * r, A, r, r, R, R)
+    store_matrix(base + 2 * r * r, C, p, r, PW, R)
 
 
 @triton.jit
@@ -211,38 +231,46 @@ def factor_kernel(
     k, sums, e, k_slot, k_head, r, p,
     S: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The rows e_s of E, with X_t = X0 - sum_{s<=t} e_s e_s'.
+    """The rows e_s of E, with X_t = I - sum_{s<=t} e_s e_s' in whitened coordinates.
 
-    Sixteen tokens at a time: E = F K X with F' F = (I + K X K')^-1, then X -= E' E.
+    Sixteen tokens at a time: E = s K X with s' s = (I + K X K')^-1, then X -= E' E.
     """
     chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     of_chunk = chunk.to(tl.int64) * heads + head
-    X = load_matrix(sums + of_chunk * (2 * r * r + p * r), r, r, R, R)
+    F = load_matrix(sums + of_chunk * (2 * r * r + p * r), r, r, R, R)
     i, j = tl.arange(0, 16), tl.arange(0, R)
+    X = (tl.arange(0, R)[:, None] == j[None, :]).to(tl.float32)
     for block in range(S // 16):
         slots = chunk.to(tl.int64) * S + block * 16 + i
         places = slots[:, None] * k_slot + head * k_head + j[None, :]
         K = tl.load(k + places, mask=j[None, :] < r, other=0.0).to(tl.float32)
-        KX = mm(K, X, PRECISION, EXACT)
-        KXK = mm(KX, tl.trans(K), PRECISION, False, EXACT)
-        F = inverse_factor(KXK + (i[:, None] == i[None, :]).to(tl.float32), 1.0)
-        E = mm(F, KX, PRECISION)
+        K = mm(K, tl.trans(F), PRECISION, EXACT)
+        KX = mm(K, X, PRECISION)
+        KXK = mm(KX, tl.trans(K), PRECISION)
+        energy = tl.sum(K * K, 1)[:, None]
+        raised = KXK + 1.0 + guarded(energy, 1.0, PRECISION)
+        own = i[:, None] == i[None, :]
+        E = mm(inverse_factor(tl.where(own, raised, KXK), 1.0), KX, PRECISION)
         store_matrix(e + (of_chunk * S + block * 16) * r, E, 16, r, 16, R)
         X -= mm(tl.trans(E), E, PRECISION)
 
 
 @triton.jit
-def apply_inverse(p, X, E, past, PRECISION: tl.constexpr, EXACT: tl.constexpr = False):
+def apply_inverse(p, E, past, PRECISION: tl.constexpr):
     """p_t -> X_t p_t"""
-    scores = tl.where(past, mm(p, tl.trans(E), PRECISION, EXACT), 0.0)
-    return mm(p, X, PRECISION, EXACT) - mm(scores, E, PRECISION)
+    scores = tl.where(past, mm(p, tl.trans(E), PRECISION), 0.0)
+    return p - mm(scores, E, PRECISION)
 
 
 @triton.jit
-def apply_sum(p, initial, left, right, past, PRECISION: tl.constexpr, EXACT: tl.constexpr):
+def apply_sum(
+    p, initial, left, right, past, PRECISION: tl.constexpr,
+    P_EXACT: tl.constexpr = False, LEFT_EXACT: tl.constexpr = False,
+    RIGHT_EXACT: tl.constexpr = False,
+):  # fmt: skip
     """p_t -> (initial + sum_{s<=t} left_s right_s')' p_t, for rows left and right."""
-    scores = tl.where(past, mm(p, tl.trans(left), PRECISION, False, EXACT), 0.0)
-    return mm(p, initial, PRECISION) + mm(scores, right, PRECISION, False, EXACT)
+    scores = tl.where(past, mm(p, tl.trans(left), PRECISION, P_EXACT, LEFT_EXACT), 0.0)
+    return mm(p, initial, PRECISION, P_EXACT) + mm(scores, right, PRECISION, False, RIGHT_EXACT)
 
 
 @triton.jit
@@ -257,30 +285,32 @@ def exact_forward_kernel(
     of_chunk = chunk.to(tl.int64) * heads + head
     base = sums + of_chunk * (2 * r * r + p * r)
     past = tl.arange(0, S)[:, None] >= tl.arange(0, S)[None, :]
-    X = load_matrix(base, r, r, R, R)
+    whitener = tl.trans(load_matrix(base, r, r, R, R))
     E = load_matrix(e + of_chunk * S * r, S, r, S, R)
+    Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
+    u = apply_inverse(mm(Q, whitener, PRECISION, EXACT), E, past, PRECISION)
     K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
-    u = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
-    u = apply_inverse(u, X, E, past, PRECISION, EXACT)
+    K = mm(K, whitener, PRECISION, EXACT)
     mixed = tl.load(coef + head * (ORDER + 1)) * u
     if ORDER > 0:
         M = load_matrix(base + r * r, r, r, R, R)
         K_before = load_before(
             k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
         )
+        K_before = mm(K_before, whitener, PRECISION, EXACT)
         for j in tl.static_range(1, ORDER + 1):
-            u = apply_sum(u, tl.trans(M), K_before, K, past, PRECISION, EXACT)
-            u = apply_inverse(u, X, E, past, PRECISION)
+            u = apply_sum(u, tl.trans(M), K_before, K, past, PRECISION)
+            u = apply_inverse(u, E, past, PRECISION)
             mixed += tl.load(coef + head * (ORDER + 1) + j) * u
     C = load_matrix(base + 2 * r * r, p, r, PW, R)
     V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
-    answer = apply_sum(mixed, tl.trans(C), K, V, past, PRECISION, EXACT)
+    answer = apply_sum(mixed, tl.trans(C), K, V, past, PRECISION, RIGHT_EXACT=EXACT)
     store_slots(y, answer, chunk, head, y_slot, y_head, p, S, PW)
 
 
 @triton.jit
 def exact_chain_kernel(
-    q, k, v, last_key, first_row, phase, sums, e, coef, dy, us, zs, dq, dcoef, dridge,
+    q, k, v, last_key, first_row, phase, sums, e, coef, dy, us, zs, dq, dcoef,
     q_slot, q_head, k_slot, k_head, v_slot, v_head, dy_slot, dy_head, key_slot, key_head,
     r, p, head_start, heads,
     S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
@@ -293,44 +323,42 @@ def exact_chain_kernel(
     of_group = chunk.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     of_chain = of_group * (ORDER + 1) * S * r
     past = tl.arange(0, S)[:, None] >= tl.arange(0, S)[None, :]
-    X = load_matrix(base, r, r, R, R)
+    F = load_matrix(base, r, r, R, R)
     M = load_matrix(base + r * r, r, r, R, R)
     E = load_matrix(e + of_chunk * S * r, S, r, S, R)
     K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
+    K = mm(K, tl.trans(F), PRECISION, EXACT)
     K_before = load_before(
         k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
     )
+    K_before = mm(K_before, tl.trans(F), PRECISION, EXACT)
     C = load_matrix(base + 2 * r * r, p, r, PW, R)
     V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
     dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
-    dmixed = apply_sum(dY, C, V, K, past, PRECISION, EXACT)
+    dmixed = apply_sum(dY, C, V, K, past, PRECISION, P_EXACT=EXACT, LEFT_EXACT=EXACT)
 
-    u = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
+    Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
+    u = mm(Q, tl.trans(F), PRECISION, EXACT)
     for j in tl.static_range(ORDER + 1):
         if j > 0:
-            u = apply_sum(u, tl.trans(M), K_before, K, past, PRECISION, EXACT)
-        u = apply_inverse(u, X, E, past, PRECISION)
+            u = apply_sum(u, tl.trans(M), K_before, K, past, PRECISION)
+        u = apply_inverse(u, E, past, PRECISION)
         store_matrix(us + of_chain + j * S * r, u, S, r, S, R)
         tl.store(dcoef + of_chunk * (ORDER + 1) + j, tl.sum(dmixed * u))
-    tl.debug_barrier()
 
     z = tl.zeros([S, R], tl.float32)
-    dlam = 0.0
     for j in tl.static_range(ORDER, -1, -1):
         g = tl.load(coef + head * (ORDER + 1) + j) * dmixed
         if j < ORDER:
-            g += apply_sum(z, M, K, K_before, past, PRECISION, EXACT)
-        z = apply_inverse(g, X, E, past, PRECISION)
+            g += apply_sum(z, M, K, K_before, past, PRECISION)
+        z = apply_inverse(g, E, past, PRECISION)
         store_matrix(zs + of_chain + j * S * r, z, S, r, S, R)
-        u = load_matrix(us + of_chain + j * S * r, S, r, S, R)
-        dlam -= tl.sum(z * u)
-    tl.store(dridge + of_chunk, dlam)
-    store_slots(dq, z, chunk, head, key_slot, key_head, r, S, R)
+    store_slots(dq, mm(z, F, PRECISION), chunk, head, key_slot, key_head, r, S, R)
 
 
 @triton.jit
 def exact_gradient_kernel(
-    k, v, last_key, first_row, phase, sums, coef, dy, us, zs, dk, dk_before, dv,
+    k, v, last_key, first_row, phase, sums, coef, dy, us, zs, dk, dk_before, dv, dridge,
     k_slot, k_head, v_slot, v_head, dy_slot, dy_head, key_slot, key_head, value_slot, value_head,
     r, p, head_start, heads,
     S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
@@ -347,10 +375,13 @@ def exact_gradient_kernel(
     of_group = chunk.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     of_chain = of_group * (ORDER + 1) * S * r
     past = tl.arange(0, S)[:, None] >= tl.arange(0, S)[None, :]
+    F = load_matrix(base, r, r, R, R)
     K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
+    K = mm(K, tl.trans(F), PRECISION, EXACT)
     K_before = load_before(
         k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
     )
+    K_before = mm(K_before, tl.trans(F), PRECISION, EXACT)
     dK = tl.zeros([S, R], tl.float32)
     dK_before = tl.zeros([S, R], tl.float32)
     dG = tl.zeros([R, R], tl.float32)
@@ -361,53 +392,62 @@ def exact_gradient_kernel(
         u = load_matrix(us + of_chain + j * S * r, S, r, S, R)
         z = load_matrix(zs + of_chain + j * S * r, S, r, S, R)
         mixed += tl.load(coef + head * (ORDER + 1) + j) * u
-        met = tl.where(past, mm(z, tl.trans(K), PRECISION, False, EXACT), 0.0)
-        seen = -tl.where(past, mm(u, tl.trans(K), PRECISION, False, EXACT), 0.0)
+        met = tl.where(past, mm(z, tl.trans(K), PRECISION), 0.0)
+        seen = -tl.where(past, mm(u, tl.trans(K), PRECISION), 0.0)
         dK -= mm(tl.trans(met), u, LOCAL)
         dG -= mm(tl.trans(z), u, LOCAL)
         if j > 0:
-            seen += tl.where(past, mm(earlier, tl.trans(K_before), PRECISION, False, EXACT), 0.0)
+            seen += tl.where(past, mm(earlier, tl.trans(K_before), PRECISION), 0.0)
             dK_before += mm(tl.trans(met), earlier, LOCAL)
             dM += mm(tl.trans(z), earlier, LOCAL)
         dK += mm(tl.trans(seen), z, LOCAL)
         earlier = u
+    dK_before = mm(dK_before, F, PRECISION)
     store_slots(dk_before, dK_before, chunk, head, key_slot, key_head, r, S, R)
-    store_matrix(base, dG, r, r, R, R)
-    store_matrix(base + r * r, dM, r, r, R, R)
 
     V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
     dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
     answers = tl.where(past, mm(dY, tl.trans(V), PRECISION, EXACT, EXACT), 0.0)
     dK += mm(tl.trans(answers), mixed, LOCAL)
-    store_slots(dk, dK, chunk, head, key_slot, key_head, r, S, R)
-    recalled = tl.where(past, mm(mixed, tl.trans(K), PRECISION, False, EXACT), 0.0)
+    store_slots(dk, mm(dK, F, PRECISION), chunk, head, key_slot, key_head, r, S, R)
+    recalled = tl.where(past, mm(mixed, tl.trans(K), PRECISION), 0.0)
     dV = mm(tl.trans(recalled), dY, LOCAL, False, EXACT)
     store_slots(dv, dV, chunk, head, value_slot, value_head, p, S, PW)
     dC = mm(tl.trans(dY), mixed, LOCAL, EXACT)
-    store_matrix(base + 2 * r * r, dC, p, r, PW, R)
+    dlam = store_sum_gradients(base, F, dG, dM, dC, r, p, R, PW, PRECISION)
+    tl.store(dridge + of_chunk, dlam)
 
 
 @triton.jit
-def chunk_terms(
-    base, r, p, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr
+def store_sum_gradients(
+    base, F, dG, dM, dC, r, p, R: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """X, and the terms C X (M X)^j of the read-out."""
-    X = load_matrix(base, r, r, R, R)
-    term = mm(load_matrix(base + 2 * r * r, p, r, PW, R), X, PRECISION)
-    terms = (term,)
-    for _ in tl.static_range(ORDER):
-        term = mm(mm(term, load_matrix(base + r * r, r, r, R, R), PRECISION), X, PRECISION)
-        terms = terms + (term,)
-    return X, terms
+    """Out of whitened coordinates, in the place of the sums; returns the ridge's gradient."""
+    dGF = mm(dG, F, PRECISION)
+    dMF = mm(dM, F, PRECISION)
+    tl.debug_barrier()
+    store_matrix(base, mm(tl.trans(F), dGF, PRECISION), r, r, R, R)
+    store_matrix(base + r * r, mm(tl.trans(F), dMF, PRECISION), r, r, R, R)
+    store_matrix(base + 2 * r * r, mm(dC, F, PRECISION), p, r, PW, R)
+    return tl.sum(F * dGF)
 
 
 @triton.jit
-def weigh(terms, coef, PW: tl.constexpr, R: tl.constexpr, ORDER: tl.constexpr):
-    """W = sum_j c_j T_j"""
-    W = tl.zeros([PW, R], tl.float32)
-    for j in tl.static_range(ORDER + 1):
-        W += tl.load(coef + j) * terms[j]
-    return W
+def mix_terms(
+    base, coef, r, p, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The terms T_j = C A^j of the whitened read-out, and sum_j c_j T_j."""
+    term = load_matrix(base + 2 * r * r, p, r, PW, R)
+    terms = (term,)
+    mixed = tl.load(coef) * term
+    if ORDER > 0:
+        A = load_matrix(base + r * r, r, r, R, R)
+        for j in tl.static_range(1, ORDER + 1):
+            term = mm(term, A, PRECISION)
+            terms = terms + (term,)
+            mixed += tl.load(coef + j) * term
+    return terms, mixed
 
 
 @triton.jit
@@ -425,8 +465,8 @@ def chunk_forward_kernel(
         W = load_matrix(readout_begun + (row_begun * heads + head) * p * r, p, r, PW, R)
     else:
         base = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
-        _, terms = chunk_terms(base, r, p, R, PW, ORDER, PRECISION)
-        W = weigh(terms, coef + head * (ORDER + 1), PW, R, ORDER)
+        _, mixed = mix_terms(base, coef + head * (ORDER + 1), r, p, R, PW, ORDER, PRECISION)
+        W = mm(mixed, load_matrix(base, r, r, R, R), PRECISION)
     if row_ended >= 0:
         store_matrix(readout + (row_ended * heads + head) * p * r, W, p, r, PW, R)
     Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
@@ -443,8 +483,7 @@ def chunk_backward_kernel(
 ):  # fmt: skip
     """dq, and the gradients of a chunk's initial sums in the place of these.
 
-    The terms T_j = C X (M X)^j play the part that u_j plays in exact mode: with Z_j = dT_j X,
-    dG = -sum_j T_j' Z_j, dM = sum_j T_{j-1}' Z_j, dC = Z_0.
+    The terms T_j play the part that u_j plays in exact mode, and their gradients that of z_j.
     """
     chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     of_chunk = chunk.to(tl.int64) * heads + head
@@ -453,39 +492,35 @@ def chunk_backward_kernel(
     row_ended = tl.load(last_row + chunk).to(tl.int64)
     Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
     dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
-    dW = mm(tl.trans(dY), Q, LOCAL, EXACT, EXACT)
+    dW = mm(tl.trans(dY), Q, PRECISION, EXACT, EXACT)
     if row_ended >= 0:
         dW += load_matrix(dreadout + (row_ended * heads + head) * p * r, p, r, PW, R)
-
+    F = load_matrix(base, r, r, R, R)
     dG = tl.zeros([R, R], tl.float32)
     dM = tl.zeros([R, R], tl.float32)
-    Z = tl.zeros([PW, R], tl.float32)
-    dlam = 0.0
+    dT = tl.zeros([PW, R], tl.float32)
     if row_begun >= 0:
         W = load_matrix(readout_begun + (row_begun * heads + head) * p * r, p, r, PW, R)
         store_matrix(dbegun + (row_begun * heads + head) * p * r, dW, p, r, PW, R)
         for j in tl.static_range(ORDER + 1):
             tl.store(dcoef + of_chunk * (ORDER + 1) + j, 0.0)
     else:
-        X, terms = chunk_terms(base, r, p, R, PW, ORDER, PRECISION)
-        W = weigh(terms, coef + head * (ORDER + 1), PW, R, ORDER)
-        M = load_matrix(base + r * r, r, r, R, R)
+        terms, mixed = mix_terms(base, coef + head * (ORDER + 1), r, p, R, PW, ORDER, PRECISION)
+        W = mm(mixed, F, PRECISION)
+        dmixed = mm(dW, tl.trans(F), PRECISION)
         for j in tl.static_range(ORDER, -1, -1):
-            tl.store(dcoef + of_chunk * (ORDER + 1) + j, tl.sum(dW * terms[j]))
-            dT = tl.load(coef + head * (ORDER + 1) + j) * dW
+            tl.store(dcoef + of_chunk * (ORDER + 1) + j, tl.sum(dmixed * terms[j]))
+            onward = tl.load(coef + head * (ORDER + 1) + j) * dmixed
             if j < ORDER:
-                dT += mm(Z, tl.trans(M), PRECISION)
-            Z = mm(dT, X, PRECISION)
-            dG -= mm(tl.trans(terms[j]), Z, LOCAL)
-            dlam -= tl.sum(terms[j] * Z)
+                A = load_matrix(base + r * r, r, r, R, R)
+                onward += mm(dT, tl.trans(A), PRECISION)
+            dT = onward
+            dG -= mm(tl.trans(terms[j]), dT, LOCAL)
             if j > 0:
-                dM += mm(tl.trans(terms[j - 1]), Z, LOCAL)
+                dM += mm(tl.trans(terms[j - 1]), dT, LOCAL)
     store_slots(dq, mm(dY, W, LOCAL, EXACT), chunk, head, key_slot, key_head, r, S, R)
+    dlam = store_sum_gradients(base, F, dG, dM, dT, r, p, R, PW, PRECISION)
     tl.store(dridge + of_chunk, dlam)
-    tl.debug_barrier()
-    store_matrix(base, dG, r, r, R, R)
-    store_matrix(base + r * r, dM, r, r, R, R)
-    store_matrix(base + 2 * r * r, Z, p, r, PW, R)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ HEAD_GROUPS = 2
 WARPS = {
     "sums": 4,
     "inverse_cholesky": 2,
-    "square": 4,
+    "whiten": 4,
     "factor": 1,
     "exact_forward": 4,
     "exact_chain": 4,
@@ -46,9 +46,7 @@ class Precision:
     """How matrix products are split: see `kernels.mm`."""
 
     inverse: str
-    """The Cholesky factor of G + ridge I, whose error grows with the length of the text."""
-    square: str
-    """The inverse from it."""
+    """What whitens the sums, whose error grows with the length of the text."""
     factor: str
     """What each token takes from it inside a chunk."""
     answer: str
@@ -58,11 +56,11 @@ class Precision:
 
 
 PRECISION = {
-    torch.float32: Precision("tf32x3", "tf32x3", "tf32x3", "tf32x3", "tf32x3"),
-    torch.bfloat16: Precision("tf32x3", "tf32x3", "bf16x3", "bf16x3", "bf16"),
-    torch.float16: Precision("tf32x3", "tf32x3", "bf16x3", "bf16x3", "bf16"),
+    torch.float32: Precision("tf32x3", "tf32x3", "tf32x3", "tf32x3"),
+    torch.bfloat16: Precision("tf32x3", "bf16x3", "bf16x3", "bf16"),
+    torch.float16: Precision("tf32x3", "bf16x3", "bf16x3", "bf16"),
 }
-INTERPRETED = Precision("ieee", "ieee", "ieee", "ieee", "ieee")
+INTERPRETED = Precision("ieee", "ieee", "ieee", "ieee")
 
 
 @torch.compiler.disable
@@ -109,11 +107,9 @@ def ska_triton(
 
 
 def best_chunk_size(problem: Problem) -> int:
-    """In exact mode the chunk is a matter of speed alone; fp32 tiles take twice the room."""
-    roomy = max(problem.k.shape[-1], problem.v.shape[-1]) <= 64
-    if problem.k.dtype == torch.float32:
-        return 32 if roomy else 16
-    return 64 if roomy else 32
+    """In exact mode the chunk is a matter of speed alone; wide tiles need the room."""
+    wide = max(problem.k.shape[-1], problem.v.shape[-1]) > 64
+    return 32 if wide or problem.k.dtype == torch.float32 else 64
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ class Launch:
     def prepare(
         self, k: Tensor, v: Tensor, last_key: Tensor, initial: Tensor, ridge: Tensor
     ) -> tuple[Float[Tensor, "n h f"], Float[Tensor, "rows h f"]]:
-        """X, M and C before each chunk; G, M and C after the last one of each row."""
+        """F, F M F' and C F' before each chunk; G, M and C after the last one of each row."""
         sums = torch.empty(self.chunks, self.heads, self.floats, device=k.device)
         kernels.sums_kernel[self.grid](
             k, v, last_key, *self.starts, sums, *strides(k, v), self.rank, self.width,
@@ -185,9 +181,9 @@ class Launch:
             sums, ridge, *ridge.stride(), self.rank, self.width, R=self.tiles["R"],
             PRECISION=self.precision.inverse, num_warps=self.warps("inverse_cholesky"),
         )  # fmt: skip
-        kernels.square_kernel[self.grid](
-            sums, self.rank, self.width, R=self.tiles["R"],
-            PRECISION=self.precision.square, num_warps=self.warps("square"),
+        kernels.whiten_kernel[self.grid](
+            sums, self.rank, self.width, R=self.tiles["R"], PW=self.tiles["PW"],
+            PRECISION=self.precision.inverse, num_warps=self.warps("whiten"),
         )  # fmt: skip
         return sums, final
 
@@ -235,7 +231,7 @@ class Launch:
         kernels.spread_kernel[self.grid](
             k, v, last_key, *self.starts, sums, *gradients,
             *strides(k, v), *strides(dk, dv), self.rank, self.width, **self.tiles,
-            PRECISION=self.precision.gradient, EXACT=self.exact_inputs, ADD=add,
+            PRECISION=self.precision.answer, EXACT=self.exact_inputs, ADD=add,
             num_warps=self.warps("spread"),
         )  # fmt: skip
         rows, slots = self.places.occupied, self.places.first_slot
@@ -343,14 +339,14 @@ class _Exact(torch.autograd.Function):
             grid = launch.chunks, min(heads, launch.heads - start)
             sizes = launch.rank, launch.width, start, launch.heads
             kernels.exact_chain_kernel[grid](
-                q, k, v, last_key, *launch.starts, sums, e, coef, dy, *chains, dq, dcoef, dridge,
+                q, k, v, last_key, *launch.starts, sums, e, coef, dy, *chains, dq, dcoef,
                 *strides(q, k, v, dy, dq), *sizes, **launch.tiles, ORDER=launch.order,
                 PRECISION=launch.precision.answer, EXACT=launch.exact_inputs,
                 num_warps=launch.warps("exact_chain"),
             )  # fmt: skip
             kernels.exact_gradient_kernel[grid](
                 k, v, last_key, *launch.starts, sums, coef, dy, *chains, dk, dk_before, dv,
-                *strides(k, v, dy, dk, dv), *sizes, **launch.tiles, ORDER=launch.order,
+                dridge, *strides(k, v, dy, dk, dv), *sizes, **launch.tiles, ORDER=launch.order,
                 PRECISION=launch.precision.answer, LOCAL=launch.precision.gradient,
                 EXACT=launch.exact_inputs, num_warps=launch.warps("exact_gradient"),
             )  # fmt: skip
