@@ -102,7 +102,7 @@ def check(dtype: torch.dtype, tokens: int, rank: int, width: int, mode: str) -> 
     found, again = (gradients(given, dy, "triton", **MODES[mode]) for _ in range(2))
     wide = [x.detach().double().requires_grad_() for x in given]
     truth = gradients(wide, dy, "chunk", **MODES[mode])
-    size = f"{dtype}, {mode}, T={tokens}, r={rank}, P={width}"
+    size = f"{str(dtype)[6:]} {mode} T={tokens} r={rank} P={width}"
     if not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
         raise RuntimeError(f"Two runs differ at {size}; no speed is reported.")
     names = ("y", "dq", "dk", "dv", "dcoef", "dridge")

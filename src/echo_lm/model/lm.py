@@ -93,13 +93,13 @@ class EchoLM(nn.Module):
         self.blocks = nn.ModuleList(Block(config, kind) for kind in config.mixers)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.reset_parameters()
+        self._init_weights()
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Layers initialise themselves; what they add to the stream shrinks with depth."""
+    def _init_weights(self) -> None:
+        """Layers have initialised themselves; what they add to the stream shrinks with depth."""
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.head.weight, std=0.02)
         outputs = [m.out_proj for m in self.modules() if isinstance(m, LAYERS)]
@@ -277,9 +277,9 @@ def build_mixer(config: EchoConfig, kind: str) -> nn.Module:
     if kind == "ska":
         return SpectralKoopmanAttention(config.dim, heads=config.heads, **asdict(config.ska))
     if kind == "mamba2":
-        return Mamba2(config.dim, **asdict(config.mamba2))
+        return Mamba2(config.dim, norm_eps=config.norm_eps, **asdict(config.mamba2))
     if kind == "mamba3":
-        return Mamba3(config.dim, **asdict(config.mamba3))
+        return Mamba3(config.dim, norm_eps=config.norm_eps, **asdict(config.mamba3))
     return Attention(config.dim, heads=config.heads, rope_theta=config.rope_theta)
 
 

@@ -27,7 +27,10 @@ def save_pretrained(model: EchoLM, directory: str | Path) -> None:
     if model.config.tie_embeddings:
         del weights[TIED]
     model.config.save(directory / CONFIG_FILE)
-    save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    # Renamed when complete, so that a full disk does not cost the weights of an earlier save.
+    unfinished = directory / f"{WEIGHTS_FILE}.unfinished"
+    save_file(weights, unfinished, metadata={"format": "pt"})
+    unfinished.replace(directory / WEIGHTS_FILE)
 
 
 def load_pretrained(

@@ -3,3 +3,5 @@
 from echo_lm.ops.checks import debug as debug
 from echo_lm.ops.ska import SKAState as SKAState
 from echo_lm.ops.ska import ska as ska
+from echo_lm.ops.ssd import SSDState as SSDState
+from echo_lm.ops.ssd import ssd as ssd

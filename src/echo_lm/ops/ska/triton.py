@@ -238,7 +238,7 @@ class Launch:
         of_predecessor, of_token = dk_before.flatten(0, 1), dk.flatten(0, 1)
         dlast_key = torch.zeros_like(last_key)
         dlast_key[rows] = of_predecessor[slots].to(dlast_key.dtype)
-        of_predecessor[slots] = 0
+        of_predecessor.index_fill_(0, slots, 0)
         of_token[:-1] += of_predecessor[1:]
         return dinitial, dlast_key
 
