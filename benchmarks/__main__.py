@@ -9,7 +9,8 @@ import torch
 from rich.console import Console
 
 from benchmarks import decode, kernels, parallel, startup
-from benchmarks.record import Findings, save, show, stamp
+from benchmarks.record import Findings, save, show
+from echo_lm.results import circumstances
 
 BENCHMARKS: dict[str, Callable[[], Findings]] = {
     "startup": startup.measure,
@@ -35,10 +36,10 @@ def main(names: list[str]) -> int:
     console = Console()
     met = True
     for name in names or BENCHMARKS:
-        circumstances = stamp()
+        taken = circumstances()
         with console.status(f"Measuring {name}"):
             findings = known[name]()
-        path = save(name, findings, circumstances)
+        path = save(name, findings, taken)
         show(name, findings, console)
         console.print(f"Written to {path}\n")
         met = met and all(target.met for target in findings.targets)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-import echo_lm
+from echo_lm.results import write_json
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -52,31 +46,6 @@ class Findings:
     """The folder of `results` these belong to."""
 
 
-def stamp() -> dict[str, Any]:
-    """Where, when and of what: taken before measuring, so that `load` is that of others."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git": {
-            "commit": os.environ.get("GIT_COMMIT") or _git("rev-parse", "HEAD"),
-            "dirty": bool(_git("status", "--porcelain", "--", ".", ":!results")),
-        },
-        "hardware": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "memory_gib": round(
-                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
-            ),
-            "load": round(os.getloadavg()[0], 2),
-            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-        "versions": {
-            "echo_lm": echo_lm.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
 def save(name: str, findings: Findings, circumstances: dict[str, Any]) -> Path:
     """Write `results/DEVICE/NAME.json`; returns its path seen from the repository."""
     entries = {
@@ -88,8 +57,7 @@ def save(name: str, findings: Findings, circumstances: dict[str, Any]) -> Path:
         "numbers": findings.tables,
     }
     path = RESULTS / findings.device / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    write_json(path, entries)
     return path.relative_to(ROOT)
 
 
@@ -112,17 +80,3 @@ def _readable(value: str | int | float) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else value
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -63,8 +63,8 @@ def load_before(
     before = tl.load(k + places, mask=known, other=0.0).to(tl.float32)
     row = tl.load(first_row + chunk).to(tl.int64)
     of_state = (row * heads + head) * width + columns
-    last = tl.load(last_key + of_state, mask=(columns < width) & (row >= 0), other=0.0)
-    starts = (tl.arange(0, S) == tl.load(phase + chunk)) & (row >= 0)
+    last = tl.load(last_key + of_state, mask=columns < tl.where(row >= 0, width, 0), other=0.0)
+    starts = tl.arange(0, S) == tl.where(row >= 0, tl.load(phase + chunk), -1)
     return tl.where(starts[:, None], last[None, :], before)
 
 
@@ -120,13 +120,13 @@ def scan_kernel(
         for i in tl.static_range(AHEAD):
             place = begin + i
             chunk = start + (count - 1 - place if REVERSE else place)
-            here = inside & (place < count)
+            here = columns < tl.where(place < count, floats, 0)
             places = (chunk * heads + head) * floats + columns
             own = own + (tl.load(sums + places, mask=here, other=0.0),)
         for i in tl.static_range(AHEAD):
             place = begin + i
             chunk = start + (count - 1 - place if REVERSE else place)
-            here = inside & (place < count)
+            here = columns < tl.where(place < count, floats, 0)
             tl.store(sums + (chunk * heads + head) * floats + columns, running, mask=here)
             running = running + own[i]
     tl.store(final + of_row, running, mask=inside)

@@ -1,0 +1,71 @@
+"""The record of a measurement: what was run, where, and what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import echo_lm
+
+HERE = Path(__file__).parent
+
+
+def circumstances() -> dict[str, Any]:
+    """When, on what and of which code. Taken before measuring, so that `load` is that of others."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git": {
+            "commit": os.environ.get("GIT_COMMIT") or _git("rev-parse", "HEAD") or "unknown",
+            "dirty": bool(_git("status", "--porcelain", "--", ":/", ":!/results")),
+        },
+        "hardware": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(
+                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+            ),
+            "load": round(os.getloadavg()[0], 2),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "versions": {
+            "echo_lm": echo_lm.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def write_json(path: Path, entries: dict[str, Any]) -> None:
+    """Write a record whole or not at all, so that a full disk costs no earlier one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _git(*arguments: str) -> str:
+    """What git says of the repository this file belongs to; an installed copy belongs to none."""
+    if not _run_git("ls-files", Path(__file__).name):
+        return ""
+    return _run_git(*arguments)
+
+
+def _run_git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""Synthetic recall tasks, one family a file."""
