@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import tyro
 
@@ -39,6 +40,35 @@ def demo(tokens: int = 100_000, seed: int = 0) -> None:
 
     if not run(tokens, seed):
         sys.exit(1)
+
+
+@app.command
+def reproduce(
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None,
+    scale: Literal["smoke", "full"] = "smoke",
+    seeds: int = 1,
+    out: Path = Path("results"),
+    device: str = "auto",
+    share: str = "1/1",
+) -> None:
+    """Run an experiment of the paper, or one of ours: records, a table, a figure.
+
+    Cells that have run are kept; the same call again runs what is missing.
+
+    Args:
+        name: The experiment; without one they are listed.
+        scale: Whether all of it runs in minutes on a CPU, or as it is reported.
+        seeds: How many seeds, from 0 on.
+        out: The folder for OUT/NAME/SCALE.
+        device: Where to run, such as cuda or cpu; a GPU if there is one.
+        share: Only a part, such as 2/4 for the second of four processes.
+    """
+    from echo_lm.experiments.command import list_experiments, run
+
+    if name is None:
+        list_experiments()
+    else:
+        run(name, scale=scale, seeds=seeds, out=out, device=device, share=share)
 
 
 def main() -> None:

@@ -114,6 +114,18 @@ def device_name() -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
+def pick_device(requested: str) -> str:
+    """A device that is there; "auto" is a GPU if there is one."""
+    if requested == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=requested)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"There is no device {requested!r} here: {reason}") from None
+    return requested
+
+
 def choices() -> list[Choice]:
     """What `auto` comes down to on this machine."""
     return [

@@ -1,0 +1,14 @@
+"""The paper's experiments and ours, one file for each table or figure."""
+
+from __future__ import annotations
+
+from echo_lm.experiments.base import Experiment
+
+EXPERIMENTS: dict[str, Experiment] = {}
+
+
+def find(name: str) -> Experiment:
+    """An experiment by name."""
+    if name not in EXPERIMENTS:
+        raise ValueError(f"There is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}.")
+    return EXPERIMENTS[name]
