@@ -126,6 +126,15 @@ def pick_device(requested: str) -> str:
     return requested
 
 
+def autocast(
+    device: torch.device | str, precision: Literal["auto", "fp32", "bf16"] = "auto"
+) -> torch.autocast:
+    """bf16 products over fp32 weights, or not; "auto" is yes on a GPU and no on a CPU."""
+    kind = torch.device(device).type
+    on = precision == "bf16" or (precision == "auto" and kind == "cuda")
+    return torch.autocast(kind, dtype=torch.bfloat16, enabled=on)
+
+
 def choices() -> list[Choice]:
     """What `auto` comes down to on this machine."""
     return [

@@ -1,0 +1,78 @@
+"""The settings of a run. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What, with the model and the source, decides every number of a run."""
+
+    steps: int
+    lr: float = 2e-3
+    """The highest learning rate, reached after the warm-up."""
+    batch: int = 16
+    """Rows of a step."""
+    seed: int = 0
+    """Of the batches; weights are the caller's to seed."""
+    warmup: int = 100
+    """Steps over which the learning rate rises from 0."""
+    floor: float = 0.1
+    """The share of `lr` that the cosine ends at."""
+    weight_decay: float = 0.01
+    """Of matrices; norms, biases and spectral parameters have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    """The largest gradient norm of a step; longer gradients are shortened to it."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Weights are fp32; "bf16" is autocast over them. "auto": bf16 on a GPU, fp32 on a CPU."""
+    compile: bool = False
+    """Run the model through `torch.compile` on a GPU; on a CPU it never is."""
+    facts_only: bool = False
+    """Keep in SKA's memory only what the source marks as facts (the paper's action mask)."""
+    evaluate_every: int = 100
+    """Steps between evaluations; there is one after the last step in any case."""
+    evaluate_rows: int = 128
+    stop_at: float | None = None
+    """End once this share of the answers is right."""
+    patience: int | None = None
+    """End after so many evaluations in a row that did not lower the loss."""
+    read_every: int = 10
+    """Steps between readings of the loss: each waits for the device."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; there is one at the end, and when interrupted, in any case."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "evaluate_every", "evaluate_rows", "read_every"):
+            _at_least(self, name, 1)
+        _at_least(self, "checkpoint_every", 1)
+        _at_least(self, "warmup", 0)
+        if self.warmup > self.steps:
+            raise ValueError(
+                f"warmup must be at most the {self.steps} steps of the run, got {self.warmup}."
+            )
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}.")
+        for name in ("floor", "stop_at"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name} is a share between 0 and 1, got {share!r}.")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay must be 0 or more, got {self.weight_decay!r}.")
+        if self.precision not in ("auto", "fp32", "bf16"):
+            raise ValueError(f'precision must be "auto", "fp32" or "bf16", got {self.precision!r}.')
+        if self.patience is not None:
+            _at_least(self, "patience", 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "betas": list(self.betas)}
+
+
+def _at_least(config: TrainConfig, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}.")

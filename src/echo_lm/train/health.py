@@ -1,0 +1,55 @@
+"""How the operators of a model fare: conditioning and filters, for the metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echo_lm.analysis.operator import regularised
+from echo_lm.layers import SpectralKoopmanAttention
+from echo_lm.model.lm import EchoLM
+from echo_lm.ops import SKAState
+
+
+@torch.inference_mode()
+def ska_health(model: EchoLM, tokens: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+    """For each SKA layer, by its name, after reading `tokens`: `lambda_min` and `condition` (the
+    worst of all rows and heads) of G + ridge I, and of each head the `ridge` and the filter's
+    `coefficients`."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [(names[id(m)], i, m) for i, m in enumerate(model.mixers()) if _recalls(m)]
+    if not found:
+        return {}
+    state = model(tokens, return_state=True, statistics_mask=mask).state
+    return {name: _of_layer(layer, state.layers[i]) for name, i, layer in found}
+
+
+def _recalls(layer: Any) -> bool:
+    return isinstance(layer, SpectralKoopmanAttention)
+
+
+def _of_layer(layer: SpectralKoopmanAttention, state: SKAState) -> dict[str, Any]:
+    # Many small matrices: a CPU is done before a GPU has begun.
+    gram, energy = state.gram.double().cpu(), state.key_energy.double().cpu()
+    ridge = layer.ridge.double().cpu() if isinstance(layer.ridge, Tensor) else layer.ridge * energy
+    ridge = ridge.expand(energy.shape)
+    eigenvalues = torch.linalg.eigvalsh(regularised(gram, ridge))
+    least, most = eigenvalues[..., 0], eigenvalues[..., -1]
+    return {
+        "lambda_min": float(least.min()),
+        "condition": float((most / least).max()),
+        "ridge": _rounded(ridge.mean(0)),
+        "coefficients": _rounded(layer.coefficients),
+    }
+
+
+def _rounded(values: Tensor) -> Any:
+    """Four digits: curves of these are for reading."""
+    nested = values.detach().float().cpu().tolist()
+    return [[_four(c) for c in row] if isinstance(row, list) else _four(row) for row in nested]
+
+
+def _four(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,66 @@
+"""What a run has told: one record a step and one an evaluation, in memory and as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+"""Of a step: `step`, `loss`, `lr`, `gradient_norm` (before clipping), `tokens_per_second`.
+Of an evaluation: `step`, `test_loss`, `test_accuracy`, `test_exact`, and `ska`, the health of each
+SKA layer."""
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass
+class History:
+    """The records of a run in order, and why it ended."""
+
+    records: list[Record] = field(default_factory=list)
+    ended: str = ""
+    """What ended it: "steps", "target" or "patience"."""
+
+    def curve(self, name: str, every: int = 1) -> list[tuple[int, Any]]:
+        """`(step, value)` of one entry, such as "loss"; every so many, and always the last."""
+        points = [(record["step"], record[name]) for record in self.records if name in record]
+        return [p for i, p in enumerate(points) if i % every == 0 or i == len(points) - 1]
+
+    def last(self, name: str) -> Any:
+        """The latest value of one entry."""
+        return self.curve(name)[-1][1]
+
+    @property
+    def steps(self) -> int:
+        """Steps taken."""
+        return int(self.records[-1]["step"]) if self.records else 0
+
+
+def append_records(folder: Path, records: Iterable[Record]) -> None:
+    """Add lines to the metrics file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def rewind_records(folder: Path, step: int) -> list[Record]:
+    """The records up to a step; those after it, and a line cut short, leave the file."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return []
+    kept: list[Record] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if record["step"] > step:
+            break
+        kept.append(record)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    unfinished.replace(path)
+    return kept

@@ -1,0 +1,265 @@
+"""The loop: take steps, read what they cost, test, keep checkpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, is_dataclass
+from itertools import takewhile
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from echo_lm.evaluate.recall import Source, recall
+from echo_lm.model.lm import EchoLM
+from echo_lm.ops.backends import autocast
+from echo_lm.train import checkpoint
+from echo_lm.train.config import TrainConfig
+from echo_lm.train.display import Display
+from echo_lm.train.health import ska_health
+from echo_lm.train.history import History, Record, append_records, rewind_records
+from echo_lm.train.interrupt import deferred_interrupt
+from echo_lm.train.nonfinite import Diverged, find_cause
+from echo_lm.train.optimiser import make_optimiser, set_learning_rate
+from echo_lm.train.schedule import learning_rate
+
+HEALTH_ROWS = 4
+"""Rows over which the operators' conditioning is measured."""
+
+
+def train(
+    model: EchoLM,
+    source: Source,
+    config: TrainConfig,
+    *,
+    device: torch.device | str = "cpu",
+    folder: str | Path | None = None,
+    test: Source | None = None,
+    console: Console | None = None,
+    watch: Callable[[Record], None] | None = None,
+) -> History:
+    """Train `model` in place on batches 0, 1, 2, ... of `source`.
+
+    Args:
+        model: What to train, with the weights it is to start from; it moves to `device`.
+        source: A task, or whatever else gives batches.
+        config: With model and source, all that decides the outcome.
+        device: Where to compute.
+        folder: Where metrics and checkpoints go; nothing is written without one. A run found
+            there goes on, bit for bit as if it had not stopped; one that has ended gives its
+            weights and history at once.
+        test: What to evaluate on (its test split); `source` if None.
+        console: Where to show progress.
+        watch: Is called with each record.
+
+    Ctrl-C finishes the step and, with a folder, writes a checkpoint before KeyboardInterrupt is
+    raised. A loss or gradient that is not finite raises `Diverged`; the weights stay as they were
+    before it.
+    """
+    run = Run(model.to(device), source, test or source, config, folder)
+    run.resume()
+    display = Display(console, config.steps, run.step)
+    run.listeners = (display.show, watch) if watch else (display.show,)
+    if run.step and not run.history.ended:
+        display.say(f"Going on after step {run.step:,} of {folder}.")
+    with display, deferred_interrupt() as interrupted:
+        while not run.history.ended:
+            run.take_step()
+            if run.due(config.read_every):
+                run.read()
+            if run.due(config.evaluate_every):
+                run.evaluate()
+            if run.due(config.checkpoint_every) or interrupted():
+                run.save()
+            if interrupted():
+                display.say(run.how_to_go_on())
+                raise KeyboardInterrupt
+    return run.history
+
+
+class Run:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        model: EchoLM,
+        source: Source,
+        test: Source,
+        config: TrainConfig,
+        folder: str | Path | None,
+    ) -> None:
+        self.model, self.source, self.test, self.config = model.train(), source, test, config
+        self.folder = None if folder is None else Path(folder)
+        self.device = model.embedding.weight.device
+        self.optimiser = make_optimiser(model, config)
+        compiled = config.compile and self.device.type == "cuda"
+        self.compute: Callable[..., Any] = torch.compile(model) if compiled else model
+        self.history = History()
+        self.listeners: Sequence[Callable[[Record], None]] = ()
+        self.step = 0
+        self.unread: list[tuple[Record, Tensor]] = []
+        self.unread_tokens = 0
+        self.clock = time.perf_counter()
+        # 1 from the first step on whose loss or gradient is not finite: none after it is taken,
+        # though the host, which does not wait for the device, hears of it later.
+        self.broken = torch.zeros((), device=self.device)
+
+    def due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.steps or bool(self.history.ended)
+
+    def take_step(self) -> None:
+        """One update, without waiting for the device."""
+        self.step += 1
+        lr = learning_rate(self.config, self.step)
+        set_learning_rate(self.optimiser, lr)
+        loss = self.gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        told = torch.stack([loss, norm.to(loss)])
+        self.broken = torch.maximum(self.broken, (~told.isfinite()).any().float())
+        self.optimiser.found_inf = self.broken
+        self.optimiser.step()
+        self.unread.append(({"step": self.step, "lr": lr}, told))
+
+    def gradients(self) -> Tensor:
+        """The loss of this step's batch, and what it asks of each parameter."""
+        self.optimiser.zero_grad()
+        batch = self.source.batch(
+            self.config.batch, seed=self.config.seed, step=self.step - 1, device=self.device
+        )
+        mask = batch.facts if self.config.facts_only else None
+        with autocast(self.device, self.config.precision):
+            out = self.compute(batch.tokens, labels=batch.labels, statistics_mask=mask)
+        out.loss.backward()
+        self.unread_tokens += batch.tokens.numel()
+        return out.loss.detach()
+
+    def read(self) -> None:
+        """Wait for the device, and record the steps since the last time."""
+        if not self.unread:
+            return
+        read = torch.stack([told for _, told in self.unread]).tolist()
+        speed = round(self.unread_tokens / (time.perf_counter() - self.clock))
+        records = [
+            {**record, "loss": loss, "gradient_norm": norm, "tokens_per_second": speed}
+            for (record, _), (loss, norm) in zip(self.unread, read, strict=True)
+        ]
+        good = list(takewhile(lambda r: isfinite(r["loss"] + r["gradient_norm"]), records))
+        self.record(*good)
+        if len(good) < len(records):
+            raise self.diverged(records[len(good)])
+        self.restart_clock()
+
+    def evaluate(self) -> None:
+        """Test, look at the operators, and see whether this is the end."""
+        self.read()
+        config = self.config
+        found = recall(
+            self.model,
+            self.test,
+            rows=config.evaluate_rows,
+            seed=config.seed,
+            facts_only=config.facts_only,
+            precision=config.precision,
+        )
+        self.record(
+            {
+                "step": self.step,
+                "test_loss": found.loss,
+                "test_accuracy": found.accuracy,
+                "test_exact": found.exact,
+                "ska": self.health(),
+            }
+        )
+        self.history.ended = why_ended(self.history, config)
+        self.restart_clock()
+
+    def health(self) -> dict[str, Any]:
+        """Conditioning and filters of the SKA layers, on a few rows of the test."""
+        some = self.test.batch(HEALTH_ROWS, seed=self.config.seed, split="test", device=self.device)
+        mask = some.facts if self.config.facts_only else None
+        with autocast(self.device, self.config.precision):
+            return ska_health(self.model, some.tokens, mask)
+
+    def save(self) -> None:
+        """Keep a checkpoint."""
+        self.read()
+        if self.folder is not None:
+            checkpoint.save(self.folder, self.step, self.model, self.optimiser, self.settings())
+        self.restart_clock()
+
+    def resume(self) -> None:
+        """Take up what the folder holds."""
+        if self.folder is None:
+            return
+        found = checkpoint.latest(self.folder)
+        if found is not None:
+            self.step = checkpoint.load(found, self.model, self.optimiser, self.settings())
+        self.history.records = rewind_records(self.folder, self.step)
+        self.history.ended = why_ended(self.history, self.config)
+
+    def record(self, *records: Record) -> None:
+        """Into the history, the file, and to whoever listens."""
+        self.history.records += records
+        if self.folder is not None:
+            append_records(self.folder, records)
+        for record in records:
+            for listener in self.listeners:
+                listener(record)
+
+    def restart_clock(self) -> None:
+        """Speed is that of training alone."""
+        self.unread, self.unread_tokens, self.clock = [], 0, time.perf_counter()
+
+    def settings(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        return {
+            "train": self.config.to_dict(),
+            "model": self.model.config.to_dict(),
+            "source": describe(self.source),
+            "test": describe(self.test),
+        }
+
+    def diverged(self, record: Record) -> Diverged:
+        """The error for a step whose loss or gradient was not finite."""
+        self.step = record["step"]
+        cause = find_cause(self.model, self.gradients)
+        kept = checkpoint.latest(self.folder) if self.folder else None
+        back = f"the last checkpoint is {kept}" if kept else "there is no checkpoint"
+        return Diverged(
+            f"Step {self.step} has loss {record['loss']} and gradient norm "
+            f"{record['gradient_norm']}: {cause}; {back}."
+        )
+
+    def how_to_go_on(self) -> str:
+        if self.folder is None:
+            return f"Stopped after step {self.step:,}. Nothing was kept: no folder was given."
+        return (
+            f"Stopped after step {self.step:,}, which is kept in {self.folder}: "
+            "run the same again to go on."
+        )
+
+
+def why_ended(history: History, config: TrainConfig) -> Literal["", "steps", "target", "patience"]:
+    """Judged after an evaluation."""
+    tests = [record for record in history.records if "test_loss" in record]
+    if not tests:
+        return ""
+    if config.stop_at is not None and tests[-1]["test_accuracy"] >= config.stop_at:
+        return "target"
+    if config.patience is not None:
+        losses = [record["test_loss"] for record in tests]
+        if len(losses) - 1 - losses.index(min(losses)) >= config.patience:
+            return "patience"
+    return "steps" if tests[-1]["step"] == config.steps else ""
+
+
+def describe(source: Source) -> dict[str, Any]:
+    """A source as JSON, to tell whether a run goes on with the same."""
+    entries = asdict(source) if is_dataclass(source) else vars(source)
+    told = json.loads(json.dumps(entries, default=lambda value: type(value).__name__))
+    return {"kind": type(source).__name__, **told}
