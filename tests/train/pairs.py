@@ -1,4 +1,4 @@
-"""A small recall task: pairs of a key and its value, then keys again, whose values are asked for."""
+"""A small recall task: keys with values, then the keys again, whose values are asked for."""
 
 from __future__ import annotations
 

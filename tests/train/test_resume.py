@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from echo_lm.model.config import SKAConfig
 from echo_lm.train import TrainConfig, train
 from echo_lm.train.history import METRICS_FILE
 
@@ -119,8 +120,6 @@ def test_refuses_to_go_on_with_other_settings(
 def test_refuses_to_go_on_with_another_model_or_task(tmp_path: Path) -> None:
     train(small_model(), Pairs(), SHORT, folder=tmp_path)
     with pytest.raises(ValueError, match=r"model\.ska\.rank=8, this call has 6"):
-        from echo_lm.model.config import SKAConfig
-
         train(small_model(ska=SKAConfig(rank=6)), Pairs(), SHORT, folder=tmp_path)
     with pytest.raises(ValueError, match=r"source\.pairs=2, this call has 3"):
         train(small_model(), Pairs(3), SHORT, folder=tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echo_lm.analysis.operator import regularised
+from echo_lm.analysis.operator import conditioning
 from echo_lm.layers import SpectralKoopmanAttention
 from echo_lm.model.lm import EchoLM
 from echo_lm.ops import SKAState
@@ -35,11 +35,10 @@ def _of_layer(layer: SpectralKoopmanAttention, state: SKAState) -> dict[str, Any
     gram, energy = state.gram.double().cpu(), state.key_energy.double().cpu()
     ridge = layer.ridge.double().cpu() if isinstance(layer.ridge, Tensor) else layer.ridge * energy
     ridge = ridge.expand(energy.shape)
-    eigenvalues = torch.linalg.eigvalsh(regularised(gram, ridge))
-    least, most = eigenvalues[..., 0], eigenvalues[..., -1]
+    found = conditioning(gram, ridge)
     return {
-        "lambda_min": float(least.min()),
-        "condition": float((most / least).max()),
+        "lambda_min": float(found.smallest.min()),
+        "condition": float(found.condition.max()),
         "ridge": _rounded(ridge.mean(0)),
         "coefficients": _rounded(layer.coefficients),
     }
