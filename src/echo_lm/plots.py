@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from echo_lm.extras import need
@@ -56,3 +57,14 @@ def line(i: int, label: str | None = None) -> dict[str, Any]:
     style = {"color": COLOURS, "marker": MARKERS, "linestyle": DASHES}
     picked: dict[str, Any] = {key: options[i % len(options)] for key, options in style.items()}
     return {**picked, "label": label}
+
+
+def band(ax: Any, x: Sequence[float], curves: Sequence[Sequence[float]], **look: Any) -> None:
+    """The mean of the curves of several seeds, and a standard deviation to either side."""
+    middle = [mean(points) for points in zip(*curves, strict=True)]
+    spread = [stdev(points) if len(points) > 1 else 0.0 for points in zip(*curves, strict=True)]
+    ax.plot(x, middle, **look)
+    low, high = ([m + sign * s for m, s in zip(middle, spread, strict=True)] for sign in (-1, 1))
+    # On a logarithmic axis a band must not reach zero.
+    low = [max(at, 0.05 * m) if m > 0 else at for at, m in zip(low, middle, strict=True)]
+    ax.fill_between(x, low, high, color=look.get("color"), alpha=0.2, linewidth=0)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from echo_lm.experiments.base import Experiment
+from echo_lm.experiments.capacity import Capacity
+from echo_lm.experiments.conditioning import Conditioning
 
-EXPERIMENTS: dict[str, Experiment] = {}
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment for experiment in (Conditioning(), Capacity())
+}
 
 
 def find(name: str) -> Experiment:

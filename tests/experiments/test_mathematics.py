@@ -1,0 +1,102 @@
+"""The experiments on the paper's mathematics run from end to end, and measure what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch.testing import assert_close
+
+from echo_lm.experiments import capacity, conditioning, find
+from echo_lm.experiments.runner import reproduce
+
+NAMES = ("conditioning", "capacity")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_from_end_to_end(name: str, tmp_path: Path) -> None:
+    folder = reproduce(
+        find(name),
+        scale="smoke",
+        seeds=2,
+        out=tmp_path,
+        device="cpu",
+        console=Console(quiet=True),
+    )
+    report = (folder / "README.md").read_text()
+    assert "**" in report
+    assert "have not run" not in report
+    assert "nan" not in report.split()
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    for record in (folder / "cells").iterdir():
+        json.loads(record.read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+
+
+def test_keys_have_the_condition_number_asked_for() -> None:
+    k = conditioning.keys_of_condition(1e4, draws=3, rank=6)
+    wanted = torch.full((3,), 1e4, dtype=k.dtype)
+    assert_close(torch.linalg.cond(k.mT @ k, 2), wanted, rtol=1e-6, atol=0)
+    assert_close(k.norm(dim=-1).amax(-1), torch.ones(3, dtype=k.dtype))
+
+
+def test_linear_attention_is_a_multiple_of_ridge_for_orthonormal_keys_only() -> None:
+    v = torch.randn(2, 6, 5, dtype=torch.float64)
+    distances = {}
+    for kappa in (1.0, 100.0):
+        found = conditioning.isotropy(conditioning.keys_of_condition(kappa, 2, 6), v, 1e-6)
+        distances[kappa] = found["largest"]
+        assert found["largest"] <= found["bound"] + 1e-12
+    assert distances[1.0] < 1e-12 < 0.1 < distances[100.0]
+
+
+def test_order_0_recalls_a_keys_value_and_order_1_its_successors() -> None:
+    k = conditioning.keys_of_condition(10.0, 2, 12)
+    v = torch.randn(2, 12, 7, dtype=torch.float64)
+    found = conditioning.retrieval_errors(k, v, 1e-8)
+    own, successor = (found[target] for target in conditioning.TARGETS)
+    assert own["SKA order 0"] < 1e-6 < 0.9 < own["SKA order 1"]
+    assert successor["SKA order 1"] < 1e-6 < 0.9 < successor["SKA order 0"]
+    assert max(own["SKA bank"], successor["SKA bank"]) < 1e-6
+    assert conditioning.distance_to_least_squares(k, v, 1e-3) < 1e-10
+
+
+@pytest.mark.parametrize(("accuracy", "bits"), [(1.0, 8.0), (1 / 256, 0.0), (0.0, 0.0)])
+def test_bits_of_a_pair(accuracy: float, bits: float) -> None:
+    assert capacity.bits_of_a_pair(accuracy, 256) == pytest.approx(bits, abs=1e-12)
+
+
+def test_bits_are_the_mutual_information_of_a_channel_whose_errors_spread_evenly() -> None:
+    right, codes = 0.7, 4
+    joint = torch.full((codes, codes), (1 - right) / (codes - 1)) / codes
+    joint.fill_diagonal_(right / codes)
+    information = float((joint * (joint * codes**2).log2()).sum())
+    assert capacity.bits_of_a_pair(right, codes) == pytest.approx(information, rel=1e-5)
+
+
+def test_every_memory_keeps_orthonormal_keys() -> None:
+    book = torch.nn.functional.normalize(torch.randn(16, 8), dim=-1)
+    k = torch.linalg.qr(torch.randn(2, 8, 8)).Q[:, :4]
+    ids = torch.randint(16, (2, 4))
+    for name, memory in capacity.MEMORIES.items():
+        if name != "SKA order 1":  # which draws the contents' keys itself
+            assert capacity.share_recalled(memory, memory.settings[-1], k, ids, book) == 1, name
+
+
+def test_the_delta_rule_replaces_what_a_key_held() -> None:
+    k = torch.nn.functional.normalize(torch.randn(1, 1, 5), dim=-1).expand(1, 2, 5)
+    v = torch.randn(1, 2, 3)
+    assert_close(capacity.delta_rule(k, v, 1.0)[:, 0], v[:, 1])
+    assert_close(capacity.linear_attention(k, v, 1.0)[:, 0], v.sum(1))
+
+
+def test_leanest_forms_count_what_a_memory_needs() -> None:
+    rank, width = 6, 5
+    gram, value, lag = rank * (rank + 1) // 2, width * rank, rank * rank
+    assert capacity.ridge_bytes(rank, width, 9) == 4 * (gram + value)
+    assert capacity.step_bytes(rank, width, 9) == 4 * (gram + value + lag + rank)
+    assert capacity.cache_bytes(rank, width, 9) == 4 * 9 * (rank + width)
+    assert math.isclose(capacity.matrix_bytes(rank, width, 9), 4 * value)
