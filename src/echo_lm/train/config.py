@@ -32,7 +32,8 @@ class TrainConfig:
     compile: bool = False
     """Run the model through `torch.compile` on a GPU; on a CPU it never is."""
     facts_only: bool = False
-    """Keep in SKA's memory only what the source marks as facts (the paper's action mask)."""
+    """Keep in SKA's memory only what the source marks as facts (the paper's action mask); the
+    rest, queries among it, still asks."""
     evaluate_every: int = 100
     """Steps between evaluations; there is one after the last step in any case."""
     evaluate_rows: int = 128

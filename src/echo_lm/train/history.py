@@ -41,9 +41,16 @@ class History:
 
 def append_records(folder: Path, records: Iterable[Record]) -> None:
     """Add lines to the metrics file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    path = folder / METRICS_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    except OSError as error:
+        raise ValueError(
+            f"{path} could not be written ({error}); checkpoints are whole: make room and run "
+            "the same again to go on."
+        ) from None
 
 
 def rewind_records(folder: Path, step: int) -> list[Record]:

@@ -227,6 +227,7 @@ class Run:
     def diverged(self, record: Record) -> Diverged:
         """The error for a step whose loss or gradient was not finite."""
         self.step = record["step"]
+        self.compute = self.model
         cause = find_cause(self.model, self.gradients)
         kept = checkpoint.latest(self.folder) if self.folder else None
         back = f"the last checkpoint is {kept}" if kept else "there is no checkpoint"
