@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from echo_lm.analysis.operator import regularised
+from echo_lm.analysis.operator import conditioning, sums
+from echo_lm.analysis.ridge import distance_to_ridge, isotropy_bound
 from echo_lm.experiments.base import (
     Experiment,
     Finished,
@@ -120,20 +121,15 @@ def isotropy(
     k: Float[Tensor, "b n r"], v: Float[Tensor, "b n p"], ridge: float
 ) -> dict[str, float]:
     """Distance of linear attention to the best multiple of ridge, over |C| |q|, random queries."""
-    full = regularised(k.mT @ k, ridge)
-    C = v.mT @ k
-    q = torch.randn(k.shape[0], k.shape[-1], 256, dtype=k.dtype)
-    linear, best = C @ q, C @ torch.linalg.solve(full, q)
-    scale = (linear * best).sum(1, keepdim=True) / best.square().sum(1, keepdim=True)
-    # The theorem takes a > 0; where a = 0 would be closer, that is its infimum.
-    gap = (linear - scale.clamp_min(0) * best).norm(dim=1)
-    distance = gap / (torch.linalg.matrix_norm(C, 2)[:, None] * q.norm(dim=1))
-    kappa = torch.linalg.cond(full, 2)
+    known = sums(k, v)
+    q = torch.randn(k.shape[0], 256, k.shape[-1], dtype=k.dtype)
+    distance = distance_to_ridge(q, known, ridge) / q.norm(dim=-1)
+    size = torch.linalg.matrix_norm(known.value, ord=2)[:, None]
     return {
-        "condition number": float(kappa.mean()),
-        "bound": float(((kappa - 1) / (kappa + 1)).mean()),
-        "mean": float(distance.mean()),
-        "largest": float(distance.max()),
+        "condition number": float(conditioning(known.gram, ridge).condition.mean()),
+        "bound": float((isotropy_bound(known.gram, known.value, ridge)[:, None] / size).mean()),
+        "mean": float((distance / size).mean()),
+        "largest": float((distance / size).max()),
     }
 
 
