@@ -11,10 +11,12 @@ import torch
 from rich.console import Console
 from torch.testing import assert_close
 
-from echo_lm.experiments import capacity, conditioning, find
+from echo_lm.analysis.operator import departure_from_normality
+from echo_lm.analysis.ridge import filter_error_bound
+from echo_lm.experiments import capacity, conditioning, find, persistence
 from echo_lm.experiments.runner import reproduce
 
-NAMES = ("conditioning", "capacity")
+NAMES = ("conditioning", "persistence", "capacity")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,3 +102,39 @@ def test_leanest_forms_count_what_a_memory_needs() -> None:
     assert capacity.step_bytes(rank, width, 9) == 4 * (gram + value + lag + rank)
     assert capacity.cache_bytes(rank, width, 9) == 4 * 9 * (rank + width)
     assert math.isclose(capacity.matrix_bytes(rank, width, 9), 4 * value)
+
+
+SCENE = {"draws": 5, "rank": 14, "persistent": 2, "value width": 4, "tokens": 64, "ridge": 1e-4}
+
+
+def test_the_normal_scene_is_what_the_theorem_assumes_and_keeps_its_bound() -> None:
+    scene = persistence.normal_scene(SCENE, 0.1)
+    assert float(departure_from_normality(scene.operator).max()) < 1e-12
+    delta, rho = persistence.split_eigenvalues(scene.operator, 2)
+    assert max(delta) <= 0.1
+    assert max(rho) <= 0.5
+    assert float(torch.linalg.eigvals(scene.operator).abs().max()) <= 1 + 1e-12
+    levels = torch.tensor([0.0, 0.3, 3.0], dtype=torch.float64)
+    size = torch.linalg.matrix_norm(scene.readout, ord=2)
+    wanted = persistence.apply(scene.readout, scene.signal).norm(dim=-1)
+    for order in (0, 1, 3):
+        errors = persistence.errors_of(scene, order, levels)
+        for error, level in zip(errors.unbind(1), levels.tolist(), strict=True):
+            bound = filter_error_bound(0.1, 0.5, order, 1.0, level) * size / wanted
+            assert bool((error <= bound + 1e-12).all())
+
+
+def test_what_is_read_once_keeps_its_length_whatever_its_eigenvalues_say() -> None:
+    torch.manual_seed(1)
+    scene = persistence.chain_scene(SCENE, 0.1)
+    _, rho = persistence.split_eigenvalues(scene.operator, 2)
+    assert max(rho) < 0.9 < 0.98 < persistence.transient_norm(scene) <= 1
+    assert float(persistence.errors_of(scene, 0, torch.zeros(1).double()).max()) == 0
+
+
+def test_a_crossing_is_found_where_two_lines_cross() -> None:
+    levels = torch.logspace(-3, 1, 33, dtype=torch.float64)
+    flat = torch.full_like(levels, 0.2)
+    assert persistence.crossing(levels, levels, flat) == pytest.approx(0.2, rel=1e-6)
+    assert persistence.crossing(levels, levels, 0.95 * levels) is None
+    assert persistence.crossing(levels, levels, 0.5 * levels) == pytest.approx(1e-3)

@@ -100,3 +100,11 @@ def conditioning_along(
     grams = torch.stack([piece.mT @ piece for piece in pieces], dim=-3).cumsum(-3)
     ridge = torch.as_tensor(ridge, dtype=keys.dtype, device=keys.device)
     return conditioning(grams, ridge[..., None])
+
+
+def departure_from_normality(operator: Float[Tensor, "*b r r"]) -> Float[Tensor, "*b"]:
+    """|A A' - A' A| / |A|^2: 0 for a normal A, as Theorem I.11 assumes it, and at most 1."""
+    commutator = operator @ operator.mT - operator.mT @ operator
+    size = torch.linalg.matrix_norm(operator, ord=2).square()
+    tiny = torch.finfo(operator.dtype).tiny
+    return torch.linalg.matrix_norm(commutator, ord=2) / size.clamp_min(tiny)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from echo_lm.experiments.base import Experiment
 from echo_lm.experiments.capacity import Capacity
 from echo_lm.experiments.conditioning import Conditioning
+from echo_lm.experiments.persistence import Persistence
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment for experiment in (Conditioning(), Capacity())
+    experiment.name: experiment for experiment in (Conditioning(), Persistence(), Capacity())
 }
 
 

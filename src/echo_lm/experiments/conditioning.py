@@ -290,7 +290,7 @@ def draw_isotropy(done: Sequence[Finished], ax: Any) -> None:
     for i, (label, name) in enumerate([("largest", "largest"), ("mean over queries", "mean")]):
         found = curve(tight, "isotropy", name)
         band(ax, where, found, **line(i))
-        ax.text(1e6, found[0][-1] + 0.07, label, ha="right", color=line(i)["color"], fontsize=8)
+        ax.text(1e6, found[0][-1] + 0.09, label, ha="right", color=line(i)["color"], fontsize=8)
     ax.set(
         xscale="log",
         xlabel="condition number κ of G + λI",
