@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from echo_lm.model.lm import IGNORED_LABEL
+from echo_lm.tasks.draws import GOLDEN, Draws, keys, mix, scale
+from echo_lm.tasks.symbols import Symbols
 
 Split = Literal["train", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+TEST_SHARE = 8
+"""One example in so many is for testing."""
+ATTEMPTS = 500
+"""How often a row is drawn until it is of the split asked for."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +42,27 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         return Batch(self.tokens.to(device), self.labels.to(device), self.facts.to(device))
 
+    def replaced(self, rows: Int[Tensor, " n"], by: Batch) -> Batch:
+        """Other examples in these rows."""
+        return Batch(
+            self.tokens.index_copy(0, rows, by.tokens),
+            self.labels.index_copy(0, rows, by.labels),
+            self.facts.index_copy(0, rows, by.facts),
+        )
+
 
 class Task(ABC):
-    """A family of sequences. A batch is a function of its seed, step and split alone."""
+    """A source of sequences. A batch is a function of its seed, step and split alone."""
 
-    vocab_size: int
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """How many different tokens there are."""
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """Tokens of a sequence; of the longest ones, if batches differ."""
 
     @abstractmethod
     def batch(
@@ -59,3 +79,80 @@ class Task(ABC):
     @abstractmethod
     def spell(self, tokens: Int[Tensor, " t"]) -> str:
         """The tokens as a person would write them."""
+
+
+class Spelled(Task):
+    """A task whose tokens have names."""
+
+    @property
+    @abstractmethod
+    def symbols(self) -> Symbols:
+        """What the tokens are."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.symbols.size
+
+    def spell(self, tokens: Int[Tensor, " t"]) -> str:
+        return self.symbols.spell(tokens)
+
+
+class Family(Spelled):
+    """An endless list of examples, each drawn on its own.
+
+    No example of one split is ever one of the other, see `is_test`.
+    """
+
+    @abstractmethod
+    def examples(self, draws: Draws) -> Batch:
+        """One example for each row of draws, of either split."""
+
+    def batch(
+        self,
+        rows: int,
+        *,
+        seed: int,
+        step: int = 0,
+        split: Split = "train",
+        device: torch.device | str = "cpu",
+    ) -> Batch:
+        check("rows", rows, at_least=1)
+        check("step", step, at_least=0)
+        return self.numbered(torch.arange(rows, device=device), seed, step, split)
+
+    def numbered(self, numbers: Int[Tensor, " b"], seed: int, step: int, split: Split) -> Batch:
+        """The examples with these numbers, drawn again until each is of the split."""
+        check_option("split", split, SPLITS)
+        name = (seed, split, step)
+        batch = self.examples(Draws(keys(*name, 0, numbers=numbers)))
+        for attempt in range(1, ATTEMPTS):
+            wrong = (is_test(batch.tokens) != (split == "test")).nonzero().flatten()
+            if not len(wrong):
+                return batch
+            draws = Draws(keys(*name, attempt, numbers=numbers[wrong]))
+            batch = batch.replaced(wrong, self.examples(draws))
+        raise ValueError(f"{self} has too few examples to keep some of them for testing.")
+
+
+def is_test(tokens: Int[Tensor, "b t"]) -> Bool[Tensor, " b"]:
+    """Which examples are for testing: one in eight, by a hash of the tokens, whatever the task."""
+    places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    weights = mix(places * GOLDEN)
+    return scale(mix((weights * (tokens + 1)).sum(dim=1)), TEST_SHARE) == 0
+
+
+def check(
+    name: str, value: int, *, at_least: int, at_most: int | None = None, why: str = ""
+) -> None:
+    """Refuse a setting out of range in one sentence."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if whole and value >= at_least and (at_most is None or value <= at_most):
+        return
+    bounds = f"at least {at_least}" if at_most is None else f"between {at_least} and {at_most}"
+    raise ValueError(f"{name} must be a whole number {bounds}{why}, got {value!r}.")
+
+
+def check_option(name: str, value: object, options: Collection[str]) -> None:
+    """Refuse a setting that is none of its options."""
+    if value not in options:
+        raise ValueError(f"{name} must be one of {', '.join(options)}, got {value!r}.")
