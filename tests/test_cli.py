@@ -105,3 +105,19 @@ def test_a_demo_that_disagrees_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as end:
         cli.demo()
     assert end.value.code == 1
+
+
+def test_tasks_are_listed_and_shown() -> None:
+    listed = echo_lm("tasks")
+    assert listed.returncode == 0, listed.stderr
+    assert "resource-economy" in listed.stdout
+    example = echo_lm("tasks", "mqar", "pairs=2", "gap=4", "--split", "test")
+    assert example.returncode == 0, example.stderr
+    assert "mqar: 12 tokens of 128 symbols" in example.stdout
+    assert re.search(r"^(k\d+ v\d+ ){2}(n\d+ ){4}(k\d+ v\d+ ?){2}$", example.stdout, re.MULTILINE)
+
+
+def test_a_task_that_is_none_is_named() -> None:
+    done = echo_lm("tasks", "recall")
+    assert done.returncode == 2
+    assert done.stderr.startswith("echo-lm: There is no task 'recall'; there are mqar,")

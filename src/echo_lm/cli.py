@@ -43,6 +43,30 @@ def demo(tokens: int = 100_000, seed: int = 0) -> None:
 
 
 @app.command
+def tasks(
+    words: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME [SETTING=VALUE ...]]")
+    ] = (),
+    seed: int = 0,
+    split: Literal["train", "test"] = "train",
+) -> None:
+    """List the recall tasks, or show an example of one with its facts and answers marked.
+
+    Args:
+        words: The task, and settings such as pairs=4; without a task they are listed.
+        seed: Of the example.
+        split: What it is for.
+    """
+    from echo_lm.tasks import parse_settings
+    from echo_lm.tasks.show import show_example, show_tasks
+
+    if words:
+        show_example(words[0], parse_settings(words[1:]), seed=seed, split=split)
+    else:
+        show_tasks()
+
+
+@app.command
 def reproduce(
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None,
     scale: Literal["smoke", "full"] = "smoke",

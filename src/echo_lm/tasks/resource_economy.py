@@ -83,21 +83,23 @@ class ResourceEconomy(Family):
     ) -> tuple[Int[Tensor, "b text"], Int[Tensor, "b agents_resources"]]:
         """What is told, and what everyone has after so many steps."""
         most, agents = self.size.steps[1], self.size.agents
-        kind, agent = draws.below(len(VERBS), most), draws.below(agents, most)
+        agent = draws.below(agents, most)
         other = (agent + 1 + draws.below(agents - 1, most)) % agents
-        plans = torch.stack(
-            [kind, agent, other, draws.below(2, most), draws.bits(most), draws.bits(most)]
-        )
+        resource = draws.below(2, most)
+        wishes = draws.below(len(VERBS), most), agent, other, resource
+        wished = torch.stack([*wishes, draws.bits(most), draws.bits(most)])
         held = torch.zeros(draws.rows, 2 * agents, dtype=torch.int64, device=draws.device)
-        told = []
-        for i, plan in enumerate(plans.unbind(dim=2)):
-            text, after = take(Plan(*plan), held)
-            told.append(text)
+        done = []
+        for i, wish in enumerate(wished.unbind(dim=2)):
+            outcome, after = fulfil(Wish(*wish), held)
+            done.append(outcome)
             held = torch.where((i < steps)[:, None], after, held)
-        return torch.cat(told, dim=1), held
+        kind, first, second = torch.stack(done, dim=2)
+        told = tell(kind, agent, first, resource, second, other)
+        return told.flatten(1), held
 
 
-class Plan(NamedTuple):
+class Wish(NamedTuple):
     """Someone mines a resource, sells it for the other one, or builds with both."""
 
     kind: Int[Tensor, " b"]
@@ -105,43 +107,60 @@ class Plan(NamedTuple):
     other: Int[Tensor, " b"]
     resource: Int[Tensor, " b"]
     much: Int[Tensor, " b"]
-    """Bits that decide how much of the first resource."""
+    """Bits that decide how much of the resource."""
     more: Int[Tensor, " b"]
-    """And of the second one."""
+    """And of the other one."""
 
 
-def take(
-    plan: Plan, held: Int[Tensor, "b agents_resources"]
-) -> tuple[Int[Tensor, "b step"], Int[Tensor, "b agents_resources"]]:
-    """What is told of a plan, and what everyone has after it; mining, if it cannot be done."""
-    kind, agent, other, resource, much, more = plan
-    first, second = agent * 2 + resource, agent * 2 + 1 - resource
-    gets, gives = other * 2 + resource, other * 2 + 1 - resource
-    own = pick(held, first)
-    offered = pick(held, torch.where(kind == SELL, gives, second))
-    grown = torch.maximum(pick(held, gets), pick(held, second))
-    possible = (own > 0) & (offered > 0) & (grown + MOST_TRADED <= MOST_HELD)
+def fulfil(
+    wish: Wish, held: Int[Tensor, "b agents_resources"]
+) -> tuple[Int[Tensor, "3 b"], Int[Tensor, "b agents_resources"]]:
+    """What happens (kind, how much of the resource and of the other one), and who has what then.
+
+    Who lacks what it takes mines instead.
+    """
+    kind, agent, other, resource, much, more = wish
+    own, wanted = agent * 2 + resource, agent * 2 + 1 - resource
+    their, offered = other * 2 + resource, other * 2 + 1 - resource
+    available = pick(held, torch.where(kind == SELL, offered, wanted))
+    largest = torch.maximum(pick(held, their), pick(held, wanted))
+    possible = (pick(held, own) > 0) & (available > 0) & (largest + MOST_TRADED <= MOST_HELD)
     kind = torch.where(possible, kind, MINE)
     mines, sells = kind == MINE, kind == SELL
-    mined = (1 + scale(much, MOST_MINED)).minimum(MOST_HELD - own)
-    n = torch.where(mines, mined, 1 + scale(much, own.clamp(1, MOST_TRADED)))
-    m = torch.where(mines, 0, 1 + scale(more, offered.clamp(1, MOST_TRADED)))
-    changes = torch.stack(
-        [torch.where(mines, n, -n), torch.where(sells, m, -m), n * sells, -m * sells]
-    )
-    places = torch.stack([first, second, gets, gives])
-    after = held.scatter_add(1, places.mT, changes.mT)
-    told = line(
+    mined = (1 + scale(much, MOST_MINED)).minimum(MOST_HELD - pick(held, own))
+    paid = 1 + scale(much, pick(held, own).clamp(1, MOST_TRADED))
+    first = torch.where(mines, mined, paid)
+    second = torch.where(mines, 0, 1 + scale(more, available.clamp(1, MOST_TRADED)))
+    changes = {
+        own: torch.where(mines, first, -first),
+        wanted: torch.where(sells, second, -second),
+        their: first * sells,
+        offered: -second * sells,
+    }
+    after = held.scatter_add(1, torch.stack([*changes], 1), torch.stack([*changes.values()], 1))
+    return torch.stack([kind, first, second]), after
+
+
+def tell(
+    kind: Int[Tensor, "*n"],
+    agent: Int[Tensor, "*n"],
+    first: Int[Tensor, "*n"],
+    resource: Int[Tensor, "*n"],
+    second: Int[Tensor, "*n"],
+    other: Int[Tensor, "*n"],
+) -> Int[Tensor, "*n step"]:
+    """Steps as text, all of one width."""
+    alone = kind == MINE
+    return line(
         letters(agent, "A"),
         " ",
         one_of(VERBS, kind),
         " ",
-        letters(n, "0"),
+        letters(first, "0"),
         one_of(RESOURCES, resource),
         " ",
-        blank(letters(m, "0"), mines),
-        blank(one_of(RESOURCES, 1 - resource), mines),
-        blank(letters(other, "A"), ~sells),
+        blank(letters(second, "0"), alone),
+        blank(one_of(RESOURCES, 1 - resource), alone),
+        blank(letters(other, "A"), kind != SELL),
         ";",
     )
-    return told, after
