@@ -17,6 +17,8 @@ MODES: dict[str, dict[str, Any]] = {
     "exact": {"causal": "exact"},
     "chunk": {"causal": "chunk"},
     "chunk relative": {"causal": "chunk", "relative_ridge": True},
+    "exact fading": {"causal": "exact", "decay": 0.7},
+    "chunk relative fading": {"causal": "chunk", "relative_ridge": True, "decay": 0.7},
     "full": {"causal": False},
     "full relative": {"causal": False, "relative_ridge": True},
 }

@@ -48,7 +48,7 @@ def test_the_future_does_not_move_the_past(
     y, other = (ska(**x, **options_of(mode, form)) for x in (inputs, changed))
     assert torch.equal(other[:, :cut], y[:, :cut])
     if scale == 1.0:
-        seen_from = cut if mode == "exact" else -(-(cut + 1) // CHUNK) * CHUNK
+        seen_from = cut if mode.startswith("exact") else -(-(cut + 1) // CHUNK) * CHUNK
         assert not torch.equal(other[:, seen_from:], y[:, seen_from:])
 
 
@@ -60,7 +60,7 @@ def test_chunk_mode_does_not_see_its_own_chunk(mode: str, form: str) -> None:
     changed["v"][:, CHUNK] += 1
     y, other = (ska(**x, **options_of(mode, form)) for x in (inputs, changed))
     own = slice(CHUNK, 2 * CHUNK)
-    assert torch.equal(other[:, own], y[:, own]) == (mode != "exact")
+    assert torch.equal(other[:, own], y[:, own]) == (not mode.startswith("exact"))
     assert not torch.equal(other[:, 2 * CHUNK :], y[:, 2 * CHUNK :])
 
 

@@ -73,6 +73,17 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         r"positive for every head, got \[1.0, -2.0\]",
     ),
     "ridge of other heads": ({"ridge": torch.ones(3)}, r"each of 2 heads, got shape \(3,\)"),
+    "decay zero": ({"decay": 0.0}, r"decay must be above 0 and at most 1, got 0.0"),
+    "decay above one": ({"decay": 1.1}, r"decay must be above 0 and at most 1, got 1.1"),
+    "decay of one head above one": (
+        {"decay": torch.tensor([0.5, 1.5])},
+        r"at most 1 for every head, got \[0.5, 1.5\]",
+    ),
+    "decay of other heads": ({"decay": torch.ones(3)}, r"decay .* 2 heads, got shape \(3,\)"),
+    "decay without an order of reading": (
+        {"decay": 0.5, "causal": False},
+        r'drop decay, or use causal="exact" or "chunk"',
+    ),
     "mask of another shape": (
         {"mask": bools(B, 9)},
         r"\[B, T\] = \[2, 10\], got torch.bool \[2, 9\]",
@@ -118,6 +129,10 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "state of another chunk size": (
         {"state": state_of(causal="chunk", chunk_size=4), "causal": "chunk", "chunk_size": 8},
+        r"made with chunk_size=4; continue with that instead of 8",
+    ),
+    "fading state of another chunk size": (
+        {"state": state_of(decay=0.5, chunk_size=4), "decay": 0.5, "chunk_size": 8},
         r"made with chunk_size=4; continue with that instead of 8",
     ),
 }

@@ -117,7 +117,7 @@ def first_token_that_knows(mode: str, token: int, chunk: int) -> int:
     """Where something in a token's key or value is first seen."""
     if MODES[mode]["causal"] is False:
         return 0
-    return token if mode == "exact" else -(-(token + 1) // chunk) * chunk
+    return token if mode.startswith("exact") else -(-(token + 1) // chunk) * chunk
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

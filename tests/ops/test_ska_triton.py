@@ -17,7 +17,7 @@ from echo_lm.ops import SKAState, ska
 from echo_lm.ops.ska import triton as kernels_home
 
 SUMS = ("gram", "lag", "value", "last_key")
-ARGUMENTS = ("q", "k", "v", "coef", "ridge")
+
 MODES: dict[str, dict[str, Any]] = {
     "exact": {"causal": "exact", "chunk_size": 16},
     "chunk": {"causal": "chunk", "chunk_size": 16},
@@ -28,8 +28,8 @@ UNITS = 32
 
 
 @pytest.fixture(autouse=True)
-def _exact_chunks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_home, "best_chunk_size", lambda problem: problem.chunk_size)
+def _exact_tiles_as_long_as_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_home, "best_tile_length", lambda problem: problem.chunk_size)
 
 
 def inputs(
@@ -69,7 +69,7 @@ def answers_and_gradients(
             inverse_ridge=None,
             **held,
         )
-    arguments = {name: leaves[name] for name in ARGUMENTS}
+    arguments = {name: leaves[name] for name in given}
     y, end = ska(**arguments, state=start, return_state=True, backend=backend, **options)
     found = {"y": y} | {f"end {name}": x for name, x in end.to_dict().items() if name != "count"}
     results = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.requires_grad}
@@ -135,6 +135,30 @@ def test_continues_a_state(mode: str, lengths: list[int] | None) -> None:
     _, state = ska(**first, **options, lengths=torch.tensor([30, 16, 5]), return_state=True)
     real = None if lengths is None else torch.tensor(lengths)
     assert_same_map(then, state, **options, lengths=real)
+
+
+DECAY = {"decay": torch.tensor([0.4, 1.0])}
+
+
+@pytest.mark.parametrize(("mode", "chunk_size"), [("exact", 48), ("chunk relative", 16)])
+def test_fading_sums(mode: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows at different counts; in exact mode three tiles make a chunk."""
+    monkeypatch.setattr(kernels_home, "best_tile_length", lambda problem: 16)
+    options = MODES[mode] | {"chunk_size": chunk_size}
+    first, then = inputs(50) | DECAY, inputs(20)
+    then = first | {name: then[name] for name in ("q", "k", "v")}
+    _, state = ska(**first, **options, lengths=torch.tensor([48, 35]), return_state=True)
+    assert_same_map(then, state, **options, lengths=torch.tensor([3, 20]))
+    assert_same_map(tokens_of(first, 34), **options, mask=torch.rand(2, 34) < 0.8)
+
+
+def tokens_of(given: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    return given | {name: given[name][:, :count] for name in ("q", "k", "v")}
+
+
+def test_fading_packed_sequences() -> None:
+    given = inputs(40, batch=1) | DECAY
+    assert_same_map(given, **MODES["exact"], cu_seqlens=torch.tensor([0, 9, 9, 30, 40]))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -204,6 +228,7 @@ def test_nan_never_gives_a_finite_answer_behind_it(mode: str) -> None:
         ({"width": 65}, {}, "not 24 and 65"),
         ({}, {"causal": False}, "causal=False"),
         ({}, {"causal": "chunk", "chunk_size": 48}, "not 48"),
+        ({}, {"decay": 0.5, "chunk_size": 40}, "fades every 16 tokens"),
     ],
 )
 def test_what_the_kernels_do_not_take(

@@ -45,6 +45,7 @@ def choose_ska(
     *,
     causal: Literal["exact", "chunk", False],
     chunk_size: int,
+    fading: bool = False,
 ) -> SKABackend:
     """The form of SKA that serves a call."""
     if requested not in get_args(SKABackend):
@@ -60,7 +61,7 @@ def choose_ska(
     if requested == "auto" and q.device.type != "cuda":
         return "chunk"
     if requested in ("auto", "triton"):
-        reason = why_no_kernel(q, v, causal=causal, chunk_size=chunk_size)
+        reason = why_no_kernel(q, v, causal=causal, chunk_size=chunk_size, fading=fading)
         if reason is None:
             return "triton"
         if requested == "triton":
@@ -71,7 +72,12 @@ def choose_ska(
 
 
 def why_no_kernel(
-    q: Tensor, v: Tensor, *, causal: Literal["exact", "chunk", False], chunk_size: int
+    q: Tensor,
+    v: Tensor,
+    *,
+    causal: Literal["exact", "chunk", False],
+    chunk_size: int,
+    fading: bool = False,
 ) -> str | None:
     """What keeps the Triton kernels from a call, if anything does."""
     rank, width = q.shape[-1], v.shape[-1]
@@ -91,6 +97,8 @@ def why_no_kernel(
         )
     if causal == "chunk" and chunk_size not in KERNEL_CHUNKS:
         return f"takes a chunk_size of {', '.join(map(str, KERNEL_CHUNKS))}, not {chunk_size}"
+    if fading and chunk_size % KERNEL_CHUNKS[0]:
+        return f"fades every {KERNEL_CHUNKS[0]} tokens or a multiple of that, not {chunk_size}"
     return None
 
 

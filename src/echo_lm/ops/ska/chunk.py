@@ -54,14 +54,18 @@ def ska_chunk(
     return y, with_derived(problem, state, readout) if return_state else None
 
 
-def lay_out(problem: Problem) -> ChunkLayout:
-    """Chunk boundaries follow the tokens read so far in chunk mode; elsewhere they are free."""
+def lay_out(problem: Problem, chunk_size: int | None = None) -> ChunkLayout:
+    """Where answers depend on chunks, these follow the tokens read so far; else they are free.
+
+    `chunk_size` may be a divisor of the problem's.
+    """
     batch, width = problem.k.shape[:2]
     lengths = [width] * batch if problem.lengths is None else problem.lengths.tolist()
-    phases = [0] * batch
-    if problem.causal == "chunk" and not problem.fresh:
-        phases = (problem.state.count % problem.chunk_size).tolist()
-    return ChunkLayout.of(lengths, phases, problem.chunk_size, width, problem.k)
+    read = [0] * batch
+    if problem.chunked and not problem.fresh:
+        read = (problem.state.count % problem.chunk_size).tolist()
+    size, period = chunk_size or problem.chunk_size, problem.chunk_size
+    return ChunkLayout.of(lengths, read, size, width, problem.k, period)
 
 
 def read(problem: Problem, layout: ChunkLayout) -> tuple[Chunks, SKAState]:
@@ -72,13 +76,25 @@ def read(problem: Problem, layout: ChunkLayout) -> tuple[Chunks, SKAState]:
         layout.to_slots(x).transpose(1, 2) for x in (problem.q, problem.k, k_before, problem.v)
     )
     energies = k.square().sum(-1).amax(-1)
-    gram, gram_end = layout.scan(old.gram, k.mT @ k, running_sum)
-    lag, lag_end = layout.scan(old.lag, k.mT @ k_before, running_sum)
-    value, value_end = layout.scan(old.value, v.mT @ k, running_sum)
-    energy, energy_end = layout.scan(old.key_energy, energies, running_max)
+    left = None if problem.decay is None else problem.left_of_sums(layout.begins)
+    k_before = fade_seams(k_before, left)
+    gram, gram_end = layout.scan(old.gram, k.mT @ k, running_sum, left)
+    lag, lag_end = layout.scan(old.lag, k.mT @ k_before, running_sum, left)
+    value, value_end = layout.scan(old.value, v.mT @ k, running_sum, left)
+    energy, energy_end = layout.scan(old.key_energy, energies, running_max, left)
     first_key, last_key, count = ends(problem)
     state = SKAState(gram_end, lag_end, value_end, first_key, last_key, energy_end, count)
     return Chunks(q, k, k_before, v, gram, lag, value, energy), state
+
+
+def fade_seams(
+    k_before: Float[Tensor, "n h s r"], left: Float[Tensor, "n h"] | None
+) -> Float[Tensor, "n h s r"]:
+    """The key before a chunk's first one belongs to the chunk before, and has faded with it."""
+    if left is None:
+        return k_before
+    first = left.sqrt()[..., None, None] * k_before[:, :, :1]
+    return torch.cat([first, k_before[:, :, 1:]], dim=2)
 
 
 def ends(
@@ -164,6 +180,8 @@ def with_derived(
         inverse = spd_inverse(add_ridge(state.gram, ridge))
         state = replace(state, inverse=inverse, inverse_ridge=ridge)
     elif readout is not None:
-        state = replace(state, readout=readout, chunk_size=problem.chunk_size)
+        state = replace(state, readout=readout)
+    if problem.chunked:
+        state = replace(state, chunk_size=problem.chunk_size)
     # A copy: as views, the ends of the running sums would keep those of every chunk in memory.
     return state.clone()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, overload
 
@@ -29,6 +30,7 @@ def ska(
     coef: Float[Tensor, "h order"],
     ridge: Float[Tensor, " h"] | float,
     relative_ridge: bool = ...,
+    decay: Float[Tensor, " h"] | float | None = ...,
     causal: Causal = ...,
     chunk_size: int = ...,
     mask: Bool[Tensor, "b t"] | None = ...,
@@ -47,6 +49,7 @@ def ska(
     coef: Float[Tensor, "h order"],
     ridge: Float[Tensor, " h"] | float,
     relative_ridge: bool = ...,
+    decay: Float[Tensor, " h"] | float | None = ...,
     causal: Causal = ...,
     chunk_size: int = ...,
     mask: Bool[Tensor, "b t"] | None = ...,
@@ -64,6 +67,7 @@ def ska(
     coef: Float[Tensor, "h order"],
     ridge: Float[Tensor, " h"] | float,
     relative_ridge: bool = False,
+    decay: Float[Tensor, " h"] | float | None = None,
     causal: Causal = "exact",
     chunk_size: int = 64,
     mask: Bool[Tensor, "b t"] | None = None,
@@ -85,9 +89,11 @@ def ska(
         coef: Filter coefficients of each head; column j weighs order j.
         ridge: Positive, one for all heads or one each. Added to the Gram matrix as it is, or
             multiplied by the largest key energy seen so far if `relative_ridge`.
+        decay: In (0, 1], one for all heads or one each: what is left of the sums, of the largest
+            key energy too, when a new chunk begins. None: nothing fades.
         causal: "exact": token t sees all tokens up to and including itself. "chunk": it sees the
             chunks before its own. False: all tokens see all tokens of this call and the state.
-        chunk_size: The chunk of "chunk"; in the other modes only a matter of speed and rounding.
+        chunk_size: The chunk of "chunk" and of `decay`; without these a matter of speed alone.
         mask: False leaves a token out of the statistics; it still asks, and still takes its place.
         lengths: Real tokens of each row, the rest being padding on the right. Padding reads
             nothing, answers zero, and takes no place.
@@ -103,9 +109,13 @@ def ska(
         The answers in the dtype of `v`, and the state (fp32, or fp64 for fp64 inputs) if asked.
     """
     _check_tensors(q, k, v, coef)
-    _check_settings(causal, relative_ridge, chunk_size)
-    require_finite(q=q, k=k, v=v, coef=coef, ridge=ridge if isinstance(ridge, Tensor) else None)
-    chosen = choose_ska(backend, q, v, causal=causal, chunk_size=chunk_size)
+    _check_settings(causal, relative_ridge, decay, chunk_size)
+    given = {"ridge": ridge, "decay": decay}
+    numbers = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    require_finite(q=q, k=k, v=v, coef=coef, **numbers)
+    chosen = choose_ska(
+        backend, q, v, causal=causal, chunk_size=chunk_size, fading=decay is not None
+    )
     with torch.autocast(q.device.type, enabled=False):
         dtype = torch.promote_types(q.dtype, torch.float32)
         # The kernels widen what they load; all other forms work on tensors that are wide already.
@@ -125,14 +135,16 @@ def ska(
             k=k_,
             v=v_,
             coef=coef.to(dtype),
-            ridge=_per_head(ridge, q, dtype),
+            ridge=_per_head("ridge", ridge, q, dtype),
             relative_ridge=relative_ridge,
+            decay=None if decay is None else _per_head("decay", decay, q, dtype),
             causal=causal,
             chunk_size=chunk_size,
             lengths=lengths,
-            state=_checked_state(state, q_, v_, dtype, causal, chunk_size),
+            state=_checked_state(state, q_, v_, dtype),
             fresh=state is None,
         )
+        problem = replace(problem, state=_without_foreign_chunks(problem))
         y, new_state = _run(chosen, problem, return_state)
         if cu_seqlens is not None:
             assert lengths is not None
@@ -162,23 +174,39 @@ def _zero_where_not(keep: Bool[Tensor, "b t"], x: Float[Tensor, "b t h d"]) -> T
     return torch.where(keep[:, :, None, None], x, torch.zeros_like(x))
 
 
+@dataclass(frozen=True)
+class _Range:
+    """What a number for each head must be."""
+
+    most: float
+    wanted: str
+    hint: str
+
+
+_RANGES = {
+    "ridge": _Range(math.inf, "positive", "0.03 * rank is a good start"),
+    "decay": _Range(1.0, "above 0 and at most 1", "it is the share of the sums that is kept"),
+}
+
+
 def _per_head(
-    ridge: Float[Tensor, " h"] | float, q: Tensor, dtype: torch.dtype
+    name: str, given: Float[Tensor, " h"] | float, q: Tensor, dtype: torch.dtype
 ) -> Float[Tensor, " h"]:
-    heads = q.shape[2]
-    if not isinstance(ridge, Tensor):
-        if not ridge > 0:
-            raise ValueError(f"ridge must be positive, got {ridge}; 0.03 * rank is a good start.")
-        return torch.full((heads,), ridge, device=q.device, dtype=dtype)
-    if ridge.shape not in ((), (heads,)):
+    """One positive number for each head."""
+    heads, allowed = q.shape[2], _RANGES[name]
+    if not isinstance(given, Tensor):
+        if not 0 < given <= allowed.most:
+            raise ValueError(f"{name} must be {allowed.wanted}, got {given}; {allowed.hint}.")
+        return torch.full((heads,), given, device=q.device, dtype=dtype)
+    if given.shape not in ((), (heads,)):
         raise ValueError(
-            f"ridge must be a number or one for each of {heads} heads, got shape "
-            f"{tuple(ridge.shape)}."
+            f"{name} must be a number or one for each of {heads} heads, got shape "
+            f"{tuple(given.shape)}."
         )
-    on_host = ridge.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and not bool((ridge > 0).all() | ridge.isnan().any()):
-        raise ValueError(f"ridge must be positive for every head, got {ridge.tolist()}.")
-    return ridge.to(dtype).expand(heads)
+    on_host = given.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and bool(((given <= 0) | (given > allowed.most)).any()):
+        raise ValueError(f"{name} must be {allowed.wanted} for every head, got {given.tolist()}.")
+    return given.to(dtype).expand(heads)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, coef: Tensor) -> None:
@@ -203,13 +231,20 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, coef: Tensor) -> None:
         )
 
 
-def _check_settings(causal: Causal, relative_ridge: bool, chunk_size: int) -> None:
+def _check_settings(
+    causal: Causal, relative_ridge: bool, decay: Tensor | float | None, chunk_size: int
+) -> None:
     if causal not in ("exact", "chunk", False):
         raise ValueError(f'causal must be "exact", "chunk" or False, got {causal!r}.')
     if causal == "exact" and relative_ridge:
         raise ValueError(
             'causal="exact" takes an absolute ridge, since a relative one would change with every '
             'new largest key; drop relative_ridge or use causal="chunk".'
+        )
+    if causal is False and decay is not None:
+        raise ValueError(
+            "causal=False lets all tokens see all, so that none is older than another; drop decay, "
+            'or use causal="exact" or "chunk".'
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
@@ -259,8 +294,6 @@ def _checked_state(
     q: Tensor,
     v: Tensor,
     dtype: torch.dtype,
-    causal: Causal,
-    chunk_size: int,
 ) -> SKAState:
     batch, _, heads, rank = q.shape
     width = v.shape[-1]
@@ -277,9 +310,16 @@ def _checked_state(
             f"The state is {state.gram.dtype} on {state.gram.device}, this call computes in "
             f"{dtype} on {q.device}; move it with state.to(...) or start anew."
         )
-    if causal == "chunk" and state.chunk_size not in (None, chunk_size):
+    return state
+
+
+def _without_foreign_chunks(problem: Problem) -> SKAState:
+    """The state, with the chunk that it has begun if this call goes on with it."""
+    state, size = problem.state, problem.chunk_size
+    if problem.chunked and state.chunk_size not in (None, size):
         raise ValueError(
             f"The state was made with chunk_size={state.chunk_size}; continue with that instead of "
-            f"{chunk_size}."
+            f"{size}."
         )
-    return state if causal == "chunk" else replace(state, readout=None, chunk_size=None)
+    readout = state.readout if problem.causal == "chunk" else None
+    return replace(state, readout=readout, chunk_size=state.chunk_size if problem.chunked else None)

@@ -52,10 +52,14 @@ def store_slots(
 
 @triton.jit
 def load_before(
-    k, last_key, first_row, phase, chunk, head, heads, slot_stride, head_stride, width,
+    k, last_key, first_row, phase, left, chunk, head, heads, slot_stride, head_stride, width,
     S: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """The predecessor of each key of a chunk; a row's first token follows the state's last key."""
+    """The predecessor of each key of a chunk; a row's first token follows the state's last key.
+
+    If sums fade, the first slot's lies in the chunk before and has faded by the root of what is
+    `left` of the sums.
+    """
     slots = chunk.to(tl.int64) * S + tl.arange(0, S) - 1
     columns = tl.arange(0, W)
     places = slots[:, None] * slot_stride + head * head_stride + columns[None, :]
@@ -65,7 +69,11 @@ def load_before(
     of_state = (row * heads + head) * width + columns
     last = tl.load(last_key + of_state, mask=columns < tl.where(row >= 0, width, 0), other=0.0)
     starts = tl.arange(0, S) == tl.where(row >= 0, tl.load(phase + chunk), -1)
-    return tl.where(starts[:, None], last[None, :], before)
+    before = tl.where(starts[:, None], last[None, :], before)
+    if left is not None:
+        root = tl.sqrt(tl.load(left + chunk.to(tl.int64) * heads + head))
+        before = tl.where((tl.arange(0, S) == 0)[:, None], root * before, before)
+    return before
 
 
 @triton.jit
@@ -85,7 +93,7 @@ def store_matrix(x, tile, height, width, H: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def sums_kernel(
-    k, v, last_key, first_row, phase, sums, k_slot, k_head, v_slot, v_head, r, p,
+    k, v, last_key, first_row, phase, left, sums, k_slot, k_head, v_slot, v_head, r, p,
     S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -93,21 +101,26 @@ def sums_kernel(
     chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
     K_before = load_before(
-        k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
+        k, last_key, first_row, phase, left, chunk, head, heads, k_slot, k_head, r, S, R
     )
     V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
     base = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
     store_matrix(base, mm(tl.trans(K), K, PRECISION, EXACT, EXACT), r, r, R, R)
-    store_matrix(base + r * r, mm(tl.trans(K), K_before, PRECISION, EXACT, EXACT), r, r, R, R)
+    M = mm(tl.trans(K), K_before, PRECISION, EXACT, EXACT if left is None else False)
+    store_matrix(base + r * r, M, r, r, R, R)
     store_matrix(base + 2 * r * r, mm(tl.trans(V), K, PRECISION, EXACT, EXACT), p, r, PW, R)
 
 
 @triton.jit
 def scan_kernel(
-    sums, initial, final, first_chunk, chunks, floats,
+    sums, initial, final, first_chunk, chunks, left, before, dleft, floats,
     REVERSE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Replace each chunk's sums by those before it (behind it if REVERSE) in its row, in place."""
+    """Replace each chunk's sums by those before it (behind it if REVERSE) in its row, in place.
+
+    Before each chunk no more is `left` of what precedes it; in REVERSE gradients fade likewise on
+    their way back, and meet the sums `before` each chunk in the gradient of that share.
+    """
     row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < floats
@@ -127,8 +140,20 @@ def scan_kernel(
             place = begin + i
             chunk = start + (count - 1 - place if REVERSE else place)
             here = columns < tl.where(place < count, floats, 0)
-            tl.store(sums + (chunk * heads + head) * floats + columns, running, mask=here)
+            of_chunk = chunk * heads + head
+            share = 1.0
+            if left is not None:
+                share = tl.load(left + of_chunk, mask=place < count, other=1.0)
+            if left is not None and not REVERSE:
+                running = share * running
+            tl.store(sums + of_chunk * floats + columns, running, mask=here)
             running = running + own[i]
+            if before is not None:
+                sum_before = tl.load(before + of_chunk * floats + columns, mask=here, other=0.0)
+                part = dleft + of_chunk * tl.num_programs(2) + tl.program_id(2)
+                tl.store(part, tl.sum(sum_before * running) / share, mask=place < count)
+            if left is not None and REVERSE:
+                running = share * running
     tl.store(final + of_row, running, mask=inside)
 
 
@@ -275,7 +300,7 @@ def apply_sum(
 
 @triton.jit
 def exact_forward_kernel(
-    q, k, v, last_key, first_row, phase, sums, e, coef, y,
+    q, k, v, last_key, first_row, phase, left, sums, e, coef, y,
     q_slot, q_head, k_slot, k_head, v_slot, v_head, y_slot, y_head, r, p,
     S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -295,9 +320,9 @@ def exact_forward_kernel(
     if ORDER > 0:
         M = load_matrix(base + r * r, r, r, R, R)
         K_before = load_before(
-            k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
+            k, last_key, first_row, phase, left, chunk, head, heads, k_slot, k_head, r, S, R
         )
-        K_before = mm(K_before, whitener, PRECISION, EXACT)
+        K_before = mm(K_before, whitener, PRECISION, EXACT if left is None else False)
         for j in tl.static_range(1, ORDER + 1):
             u = apply_sum(u, tl.trans(M), K_before, K, past, PRECISION)
             u = apply_inverse(u, E, past, PRECISION)
@@ -310,7 +335,7 @@ def exact_forward_kernel(
 
 @triton.jit
 def exact_chain_kernel(
-    q, k, v, last_key, first_row, phase, sums, e, coef, dy, us, zs, dq, dcoef,
+    q, k, v, last_key, first_row, phase, left, sums, e, coef, dy, us, zs, dq, dcoef,
     q_slot, q_head, k_slot, k_head, v_slot, v_head, dy_slot, dy_head, key_slot, key_head,
     r, p, head_start, heads,
     S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
@@ -329,9 +354,9 @@ def exact_chain_kernel(
     K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
     K = mm(K, tl.trans(F), PRECISION, EXACT)
     K_before = load_before(
-        k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
+        k, last_key, first_row, phase, left, chunk, head, heads, k_slot, k_head, r, S, R
     )
-    K_before = mm(K_before, tl.trans(F), PRECISION, EXACT)
+    K_before = mm(K_before, tl.trans(F), PRECISION, EXACT if left is None else False)
     C = load_matrix(base + 2 * r * r, p, r, PW, R)
     V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
     dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
@@ -358,7 +383,7 @@ def exact_chain_kernel(
 
 @triton.jit
 def exact_gradient_kernel(
-    k, v, last_key, first_row, phase, sums, coef, dy, us, zs, dk, dk_before, dv, dridge,
+    k, v, last_key, first_row, phase, left, sums, coef, dy, us, zs, dk, dk_before, dv, dridge,
     k_slot, k_head, v_slot, v_head, dy_slot, dy_head, key_slot, key_head, value_slot, value_head,
     r, p, head_start, heads,
     S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
@@ -379,9 +404,9 @@ def exact_gradient_kernel(
     K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
     K = mm(K, tl.trans(F), PRECISION, EXACT)
     K_before = load_before(
-        k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
+        k, last_key, first_row, phase, left, chunk, head, heads, k_slot, k_head, r, S, R
     )
-    K_before = mm(K_before, tl.trans(F), PRECISION, EXACT)
+    K_before = mm(K_before, tl.trans(F), PRECISION, EXACT if left is None else False)
     dK = tl.zeros([S, R], tl.float32)
     dK_before = tl.zeros([S, R], tl.float32)
     dG = tl.zeros([R, R], tl.float32)
@@ -525,7 +550,7 @@ def chunk_backward_kernel(
 
 @triton.jit
 def spread_kernel(
-    k, v, last_key, first_row, phase, sums, dk, dk_before, dv,
+    k, v, last_key, first_row, phase, left, sums, dk, dk_before, dv,
     k_slot, k_head, v_slot, v_head, key_slot, key_head, value_slot, value_head, r, p,
     S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
@@ -538,14 +563,15 @@ def spread_kernel(
     base = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
     K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
     K_before = load_before(
-        k, last_key, first_row, phase, chunk, head, heads, k_slot, k_head, r, S, R
+        k, last_key, first_row, phase, left, chunk, head, heads, k_slot, k_head, r, S, R
     )
     V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
     dG = load_matrix(base, r, r, R, R)
     dM = load_matrix(base + r * r, r, r, R, R)
     dC = load_matrix(base + 2 * r * r, p, r, PW, R)
     dK = mm(K, dG + tl.trans(dG), PRECISION, EXACT)
-    dK += mm(K_before, tl.trans(dM), PRECISION, EXACT) + mm(V, dC, PRECISION, EXACT)
+    dK += mm(K_before, tl.trans(dM), PRECISION, EXACT if left is None else False)
+    dK += mm(V, dC, PRECISION, EXACT)
     dK_before = mm(K, dM, PRECISION, EXACT)
     dV = mm(K, tl.trans(dC), PRECISION, EXACT)
     if ADD:

@@ -7,13 +7,13 @@ Slots without a token hold zeros, which add nothing to any sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -31,16 +31,28 @@ class ChunkLayout:
     padded_to: int
     """T: the width at which rows lie in the padded tensors of the caller."""
     device: torch.device
+    read: list[int]
+    """Tokens that an earlier call has read of the `period` each row is in."""
+    period: int
+    """The chunk of the problem: a multiple of `chunk_size`, which may be smaller for speed."""
 
     @classmethod
     def of(
-        cls, lengths: list[int], phases: list[int], chunk_size: int, padded_to: int, like: Tensor
+        cls,
+        lengths: list[int],
+        read: list[int],
+        chunk_size: int,
+        padded_to: int,
+        like: Tensor,
+        period: int | None = None,
     ) -> ChunkLayout:
+        phases = [n % chunk_size for n in read]
         chunks = [
             -(-(phase + length) // chunk_size) if length else 0
             for phase, length in zip(phases, lengths, strict=True)
         ]
-        return cls(chunk_size, chunks, phases, lengths, padded_to, like.device)
+        period = period or chunk_size
+        return cls(chunk_size, chunks, phases, lengths, padded_to, like.device, read, period)
 
     @property
     def regular(self) -> bool:
@@ -114,32 +126,77 @@ class ChunkLayout:
     def _index(self, places: list[int]) -> Int[Tensor, " n"]:
         return torch.tensor(places, dtype=torch.int64, device=self.device)
 
+    @property
+    def begins(self) -> Bool[Tensor, " n"]:
+        """Chunks with which this call begins a period."""
+        begins = periods_begin(self.chunks, self.read, self.chunk_size, self.period)
+        return torch.tensor(begins, dtype=torch.bool, device=self.device)
+
     def scan(
         self,
         initial: Float[Tensor, b * d],
         per_chunk: Float[Tensor, n * d],
-        cumulate: Callable[[Tensor], Tensor],
+        running: Running,
+        left: Float[Tensor, "n h"] | None = None,
     ) -> tuple[Float[Tensor, n * d], Float[Tensor, b * d]]:
         """Accumulate along each row: what precedes each chunk, and what a row ends with.
 
-        `cumulate` runs along dimension 0. No difference is taken, so that nothing of a later chunk
-        can reach an earlier one even by rounding.
+        `left` is the share that is kept of it where a chunk begins.
         """
+        rows = len(self.chunks)
         if len(set(self.chunks)) == 1:
-            rows = per_chunk.unflatten(0, (len(self.chunks), -1)).transpose(0, 1)
-            running = cumulate(torch.cat([initial.unsqueeze(0), rows]))
-            return running[:-1].transpose(0, 1).flatten(0, 1), running[-1]
-        before, last = [], []
-        for start, row in zip(initial, per_chunk.split(self.chunks), strict=True):
-            running = cumulate(torch.cat([start.unsqueeze(0), row]))
-            before.append(running[:-1])
-            last.append(running[-1])
-        return torch.cat(before), torch.stack(last)
+            own, kept = (
+                None if x is None else x.unflatten(0, (rows, -1)).transpose(0, 1)
+                for x in (per_chunk, left)
+            )
+            assert own is not None
+            before, last = running(initial, own, kept)
+            return before.transpose(0, 1).flatten(0, 1), last
+        kept_of = [None] * rows if left is None else left.split(self.chunks)
+        each = zip(initial, per_chunk.split(self.chunks), kept_of, strict=True)
+        befores, lasts = zip(*(running(*row) for row in each), strict=True)
+        return torch.cat(befores), torch.stack(lasts)
 
 
-def running_sum(x: Tensor) -> Tensor:
-    return x.cumsum(0)
+def periods_begin(
+    chunks: Sequence[int], read: Sequence[int], chunk_size: int, period: int
+) -> list[bool]:
+    """For every chunk, row after row; one that an earlier call has left half read begins none."""
+    first_slots = (
+        (before - before % chunk_size + place * chunk_size, before)
+        for n, before in zip(chunks, read, strict=True)
+        for place in range(n)
+    )
+    return [slot >= before and slot % period == 0 for slot, before in first_slots]
 
 
-def running_max(x: Tensor) -> Tensor:
-    return x.cummax(0).values
+Running = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""From an initial value, entries along dimension 0, and the share kept before each of them: what
+precedes each entry, and the total. No difference is taken, so that nothing of a later chunk can
+reach an earlier one even by rounding."""
+
+
+def running_sum(initial: Tensor, own: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
+    if left is not None:
+        return fading(torch.add, initial, own, left)
+    sums = torch.cat([initial.unsqueeze(0), own]).cumsum(0)
+    return sums[:-1], sums[-1]
+
+
+def running_max(initial: Tensor, own: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
+    if left is not None:
+        return fading(torch.maximum, initial, own, left)
+    largest = torch.cat([initial.unsqueeze(0), own]).cummax(0).values
+    return largest[:-1], largest[-1]
+
+
+def fading(
+    join: Callable[[Tensor, Tensor], Tensor], initial: Tensor, own: Tensor, left: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One chunk after the other: to divide by powers of what is left would overflow."""
+    left = left.reshape(*left.shape, *[1] * (own.dim() - left.dim()))
+    before, last = [], initial
+    for entry, kept in zip(own, left, strict=True):
+        before.append(kept * last)
+        last = join(before[-1], entry)
+    return torch.stack(before) if before else own, last

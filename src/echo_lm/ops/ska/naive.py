@@ -18,8 +18,9 @@ def ska_naive(problem: Problem) -> tuple[Float[Tensor, "b t h p"], SKAState]:
     W = readout_or(state.readout, problem, state)
     for t in range(problem.q.shape[1]):
         active = problem.active(t)
+        begins = problem.begins_chunk(state, active)
+        state = state.fade(problem.left_of_sums(begins))
         if problem.causal == "chunk":
-            begins = active & (state.count % problem.chunk_size == 0)
             W = torch.where(begins.view(-1, 1, 1, 1), solve_readout(problem, state), W)
         state = state.read(problem.k[:, t], problem.v[:, t], active)
         if problem.causal == "exact":
@@ -57,13 +58,14 @@ def readout_or(
 
 def keep_derived(problem: Problem, state: SKAState, W: Float[Tensor, "b h p r"]) -> SKAState:
     """Complete a state whose sums are up to date with what its next call will want."""
-    state = replace(state, inverse=None, inverse_ridge=None, readout=None, chunk_size=None)
+    chunk_size = problem.chunk_size if problem.chunked else None
+    state = replace(state, inverse=None, inverse_ridge=None, readout=None, chunk_size=chunk_size)
     if problem.causal == "exact":
         ridge = problem.ridge_at(state.key_energy)
         inverse = torch.linalg.inv(add_ridge(state.gram, ridge))
         return replace(state, inverse=inverse, inverse_ridge=ridge.clone())
     if problem.causal == "chunk":
-        return replace(state, readout=W, chunk_size=problem.chunk_size)
+        return replace(state, readout=W)
     return state
 
 

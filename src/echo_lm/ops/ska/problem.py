@@ -27,6 +27,8 @@ class Problem:
     coef: Float[Tensor, "h order"]
     ridge: Float[Tensor, " h"]
     relative_ridge: bool
+    decay: Float[Tensor, " h"] | None
+    """What is left of the sums where a new chunk begins; None if nothing fades."""
     causal: Causal
     chunk_size: int
     lengths: Int[Tensor, " b"] | None
@@ -40,6 +42,21 @@ class Problem:
         if self.relative_ridge:
             return self.ridge * key_energy.clamp_min(SMALLEST_KEY_ENERGY)
         return self.ridge.expand_as(key_energy)
+
+    @property
+    def chunked(self) -> bool:
+        """Answers depend on where chunks begin."""
+        return self.causal == "chunk" or self.decay is not None
+
+    def begins_chunk(self, state: SKAState, active: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
+        """Rows whose next token is the first of a chunk."""
+        return active & (state.count % self.chunk_size == 0)
+
+    def left_of_sums(self, begins: Bool[Tensor, " n"]) -> Float[Tensor, "n h"] | None:
+        """The share of its sums that each row (or chunk) keeps before it reads on."""
+        if self.decay is None:
+            return None
+        return torch.where(begins[:, None], self.decay, torch.ones_like(self.decay))
 
     def active(self, t: int) -> Bool[Tensor, " b"]:
         """Rows that have a token at step t."""

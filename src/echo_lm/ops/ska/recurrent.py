@@ -26,6 +26,7 @@ def ska_recurrent(problem: Problem) -> tuple[Float[Tensor, "b t h p"], SKAState]
     outputs = []
     for t in range(problem.q.shape[1]):
         active = problem.active(t)
+        state = state.fade(problem.left_of_sums(problem.begins_chunk(state, active)))
         y, state = step(problem, state, t, active)
         outputs.append(y * active.view(-1, 1, 1))
     return torch.stack(outputs, dim=1), state
@@ -68,7 +69,8 @@ def with_inverse(problem: Problem, state: SKAState) -> SKAState:
     if learning or state.inverse is None or cached is None or not torch.equal(cached, ridge):
         inverse = spd_inverse(add_ridge(state.gram, ridge))
         state = replace(state, inverse=inverse, inverse_ridge=ridge.clone())
-    return replace(state, readout=None, chunk_size=None)
+    chunk_size = problem.chunk_size if problem.chunked else None
+    return replace(state, readout=None, chunk_size=chunk_size)
 
 
 def with_readout(problem: Problem, state: SKAState) -> SKAState:
@@ -103,7 +105,7 @@ def rebuild_readout(problem: Problem, state: SKAState, active: Bool[Tensor, " b"
 def rows_at_boundary(
     problem: Problem, state: SKAState, active: Bool[Tensor, " b"]
 ) -> Int[Tensor, " n"]:
-    return (active & (state.count % problem.chunk_size == 0)).nonzero().squeeze(-1)
+    return problem.begins_chunk(state, active).nonzero().squeeze(-1)
 
 
 def readout_matrix(

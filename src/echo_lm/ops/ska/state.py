@@ -40,7 +40,7 @@ class SKAState(TensorState):
     readout: Float[Tensor, "b h p r"] | None = None
     """W of the chunk that has begun."""
     chunk_size: int | None = None
-    """The chunk size `readout` belongs to."""
+    """The chunk size `readout` belongs to, or at which the sums have faded."""
 
     @classmethod
     def init(
@@ -96,11 +96,26 @@ class SKAState(TensorState):
             count=self.count + active,
         )
 
-    def merge(self, later: SKAState) -> SKAState:
+    def fade(self, left: Float[Tensor, "b h"] | None) -> SKAState:
+        """Keep this share of the sums: as if keys and values so far had been scaled by its root."""
+        if left is None:
+            return self
+        of_matrix = left[..., None, None]
+        return replace(
+            self,
+            gram=of_matrix * self.gram,
+            lag=of_matrix * self.lag,
+            value=of_matrix * self.value,
+            last_key=left.sqrt()[..., None] * self.last_key,
+            key_energy=left * self.key_energy,
+        )
+
+    def merge(self, later: SKAState, decay: Float[Tensor, " h"] | None = None) -> SKAState:
         """The state of reading what `self` read and then what `later` read.
 
         Both must have started from nothing. In chunk mode the tokens of both together must fill
-        whole chunks, since sums cannot tell which of them a half-read chunk may see.
+        whole chunks, since sums cannot tell which of them a half-read chunk may see. Where sums
+        fade, `decay` is that of the calls, and `self` too must end with a chunk.
         """
         if self.value.shape != later.value.shape or self.gram.shape != later.gram.shape:
             raise ValueError(
@@ -110,22 +125,43 @@ class SKAState(TensorState):
             )
         count = self.count + later.count
         self._check_whole_chunks(later, count)
-        seam = outer(later.first_key, self.last_key)
+        earlier, first_key, chunk_size = self, later.first_key, None
+        if decay is not None:
+            chunk_size = self._chunk_size_of_faded(later)
+            chunks = later.count[:, None] // chunk_size
+            earlier = self.fade(decay**chunks)
+            first_key = (decay ** ((chunks - 1) / 2))[..., None] * first_key
+        seam = outer(first_key, earlier.last_key)
         read_before, read_after = ((state.count > 0).view(-1, 1, 1) for state in (self, later))
         return replace(
             self,
-            gram=self.gram + later.gram,
-            lag=self.lag + later.lag + seam,
-            value=self.value + later.value,
+            gram=earlier.gram + later.gram,
+            lag=earlier.lag + later.lag + seam,
+            value=earlier.value + later.value,
             first_key=torch.where(read_before, self.first_key, later.first_key),
             last_key=torch.where(read_after, later.last_key, self.last_key),
-            key_energy=torch.maximum(self.key_energy, later.key_energy),
+            key_energy=torch.maximum(earlier.key_energy, later.key_energy),
             count=count,
             inverse=None,
             inverse_ridge=None,
             readout=None,
-            chunk_size=None,
+            chunk_size=chunk_size,
         )
+
+    def _chunk_size_of_faded(self, later: SKAState) -> int:
+        """That of two states whose sums have faded, the first of them up to a chunk's end."""
+        size = self.chunk_size or later.chunk_size
+        if size is None:
+            raise ValueError(
+                "decay was given, but neither state has faded: neither was made with one; merge "
+                "them without."
+            )
+        if bool((self.count % size).any()):
+            raise ValueError(
+                f"States whose sums fade merge only where a chunk of {size} ends; got counts "
+                f"{self.count.tolist()} before the seam. Cut the sequence there."
+            )
+        return size
 
     def _check_whole_chunks(self, later: SKAState, count: Int[Tensor, " b"]) -> None:
         for size in (self.chunk_size, later.chunk_size):

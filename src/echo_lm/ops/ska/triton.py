@@ -6,20 +6,21 @@ passed through on the way to the answers, the backward computes anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 import triton
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from echo_lm.ops.ska import kernels
 from echo_lm.ops.ska.chunk import begun_readout, ends, lay_out, with_derived
-from echo_lm.ops.ska.layout import ChunkLayout, running_max
+from echo_lm.ops.ska.layout import ChunkLayout, periods_begin, running_max
 from echo_lm.ops.ska.problem import Problem
 from echo_lm.ops.ska.state import SKAState
 
@@ -68,25 +69,24 @@ def ska_triton(
     problem: Problem, return_state: bool
 ) -> tuple[Float[Tensor, "b t h p"], SKAState | None]:
     """Answer all tokens of all rows."""
-    if problem.causal == "exact":
-        problem = replace(problem, chunk_size=best_chunk_size(problem))
-    layout, old = lay_out(problem), problem.state
+    layout, old = lay_out(problem, tile_length(problem)), problem.state
     q, k, v = (layout.to_slots(x) for x in (problem.q, problem.k, problem.v))
     initial = torch.cat([x.flatten(-2) for x in (old.gram, old.lag, old.value)], dim=-1)
+    launch, readout = Launch.of(problem, layout, q, v), None
+    left = None if problem.decay is None else problem.left_of_sums(launch.places.begins)
     ridge, energy_end = problem.ridge.expand(len(q), -1), old.key_energy
     if problem.relative_ridge or return_state:
         energies = torch.linalg.vector_norm(k, dim=-1, dtype=old.gram.dtype).amax(1).square()
-        energy, energy_end = layout.scan(old.key_energy, energies, running_max)
+        energy, energy_end = layout.scan(old.key_energy, energies, running_max, left)
         ridge = problem.ridge_at(energy)
-    launch, readout = Launch.of(problem, layout, q, v), None
     if problem.causal == "exact":
-        y, final = _Exact.apply(q, k, v, old.last_key, initial, problem.coef, ridge, launch)
+        y, final = _Exact.apply(q, k, v, old.last_key, initial, problem.coef, ridge, left, launch)
     else:
         begun = old.value
         if any(layout.phases) or 0 in layout.chunks:
             begun = begun_readout(problem)
         y, final, readout = _Chunk.apply(
-            q, k, v, old.last_key, initial, problem.coef, ridge, begun, launch
+            q, k, v, old.last_key, initial, problem.coef, ridge, left, begun, launch
         )
     y = layout.to_tokens(y)
     if not return_state:
@@ -106,8 +106,16 @@ def ska_triton(
     return y, with_derived(problem, state, readout)
 
 
-def best_chunk_size(problem: Problem) -> int:
-    """In exact mode the chunk is a matter of speed alone; wide tiles need the room."""
+def tile_length(problem: Problem) -> int:
+    """Tokens that a program works on. In exact mode whatever is fast, as long as it fits."""
+    if problem.causal == "chunk":
+        return problem.chunk_size
+    best = best_tile_length(problem)
+    return math.gcd(best, problem.chunk_size) if problem.chunked else best
+
+
+def best_tile_length(problem: Problem) -> int:
+    """Wide tiles need the room."""
     wide = max(problem.k.shape[-1], problem.v.shape[-1]) > 64
     return 32 if wide or problem.k.dtype == torch.float32 else 64
 
@@ -159,24 +167,45 @@ class Launch:
     def places(self) -> Places:
         layout = self.layout
         return places_of(
-            tuple(layout.chunks), tuple(layout.phases), layout.chunk_size, layout.device
+            tuple(layout.chunks),
+            tuple(layout.read),
+            layout.chunk_size,
+            layout.period,
+            layout.device,
         )
 
-    @property
-    def starts(self) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
-        return self.places.first_row, self.places.phase
+    def before(self, last_key: Tensor, left: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What says which key precedes each: see `kernels.load_before`."""
+        return last_key, self.places.first_row, self.places.phase, left
 
-    def prepare(
-        self, k: Tensor, v: Tensor, last_key: Tensor, initial: Tensor, ridge: Tensor
+    @property
+    def rows(self) -> tuple[Int[Tensor, " n"], ...]:
+        """Which row begins or ends with each chunk, and where."""
+        return self.places.first_row, self.places.phase, self.places.last_row
+
+    def add_up(
+        self, k: Tensor, v: Tensor, last_key: Tensor, initial: Tensor, left: Tensor | None
     ) -> tuple[Float[Tensor, "n h f"], Float[Tensor, "rows h f"]]:
-        """F, F M F' and C F' before each chunk; G, M and C after the last one of each row."""
+        """G, M and C before each chunk, and after the last one of each row."""
         sums = torch.empty(self.chunks, self.heads, self.floats, device=k.device)
         kernels.sums_kernel[self.grid](
-            k, v, last_key, *self.starts, sums, *strides(k, v), self.rank, self.width,
+            k, v, *self.before(last_key, left), sums, *strides(k, v), self.rank, self.width,
             **self.tiles, PRECISION=self.precision.answer, EXACT=self.exact_inputs,
             num_warps=self.warps("sums"),
         )  # fmt: skip
-        final = self.scan(sums, initial, reverse=False)
+        return sums, self.scan(sums, initial, left)
+
+    def prepare(
+        self,
+        k: Tensor,
+        v: Tensor,
+        last_key: Tensor,
+        initial: Tensor,
+        ridge: Tensor,
+        left: Tensor | None,
+    ) -> tuple[Float[Tensor, "n h f"], Float[Tensor, "rows h f"]]:
+        """F, F M F' and C F' before each chunk; G, M and C after the last one of each row."""
+        sums, final = self.add_up(k, v, last_key, initial, left)
         kernels.inverse_cholesky_kernel[self.grid](
             sums, ridge, *ridge.stride(), self.rank, self.width, R=self.tiles["R"],
             PRECISION=self.precision.inverse, num_warps=self.warps("inverse_cholesky"),
@@ -188,17 +217,32 @@ class Launch:
         return sums, final
 
     def scan(
-        self, sums: Float[Tensor, "n h f"], initial: Float[Tensor, "rows h f"], *, reverse: bool
+        self,
+        sums: Float[Tensor, "n h f"],
+        initial: Float[Tensor, "rows h f"],
+        left: Float[Tensor, "n h"] | None,
+        *,
+        reverse: bool = False,
+        before: Float[Tensor, "n h f"] | None = None,
+        dleft: Float[Tensor, "n h blocks"] | None = None,
     ) -> Float[Tensor, "rows h f"]:
-        """Make sums exclusive prefix (or suffix) sums, in place; return the totals."""
+        """Make sums exclusive prefix (or suffix) sums, in place; return the totals.
+
+        In reverse, with what the forward scan has made (`before`), also write the gradient of
+        `left`, in parts.
+        """
         final = torch.empty_like(initial)
         first, count = self.places.first_chunk, self.places.count
-        grid = (len(initial), self.heads, triton.cdiv(self.floats, SCAN_BLOCK))
+        grid = (len(initial), self.heads, self.scan_blocks)
         kernels.scan_kernel[grid](
-            sums, initial, final, first, count, self.floats,
+            sums, initial, final, first, count, left, before, dleft, self.floats,
             REVERSE=reverse, BLOCK=SCAN_BLOCK, AHEAD=SCAN_AHEAD, num_warps=2,
         )  # fmt: skip
         return final
+
+    @property
+    def scan_blocks(self) -> int:
+        return triton.cdiv(self.floats, SCAN_BLOCK)
 
     def factor(self, k: Tensor, sums: Float[Tensor, "n h f"]) -> Float[Tensor, "n h s r"]:
         """E of each chunk."""
@@ -216,31 +260,56 @@ class Launch:
         k: Tensor,
         v: Tensor,
         last_key: Tensor,
+        initial: Tensor,
+        left: Tensor | None,
         sums: Float[Tensor, "n h f"],
         dfinal: Float[Tensor, "rows h f"],
         gradients: tuple[Tensor, Tensor, Tensor],
         *,
         add: bool,
-    ) -> tuple[Float[Tensor, "rows h f"], Float[Tensor, "rows h r"]]:
-        """From the gradients of each chunk's initial sums to those of tokens and of the state.
+        learn_left: bool,
+    ) -> tuple[Float[Tensor, "rows h f"], Float[Tensor, "rows h r"], Float[Tensor, "n h"] | None]:
+        """From the gradients of each chunk's initial sums to those of tokens, state and `left`.
 
         Gradients of k, k_before and v are added to, or written if not `add`.
         """
-        dinitial = self.scan(sums, dfinal.contiguous(), reverse=True)
+        before, dleft = None, None
+        if learn_left:
+            before, _ = self.add_up(k, v, last_key, initial, left)
+            dleft = torch.empty(*self.grid, self.scan_blocks, device=k.device)
+        dinitial = self.scan(
+            sums, dfinal.contiguous(), left, reverse=True, before=before, dleft=dleft
+        )
+        del before
         dk, dk_before, dv = gradients
         kernels.spread_kernel[self.grid](
-            k, v, last_key, *self.starts, sums, *gradients,
+            k, v, *self.before(last_key, left), sums, *gradients,
             *strides(k, v), *strides(dk, dv), self.rank, self.width, **self.tiles,
             PRECISION=self.precision.answer, EXACT=self.exact_inputs, ADD=add,
             num_warps=self.warps("spread"),
         )  # fmt: skip
+        dleft = None if dleft is None else dleft.sum(-1)
+        if left is not None:
+            dseam = self.hand_back_seams(k, last_key, left, dk_before)
+            dleft = None if dleft is None else dleft + dseam
         rows, slots = self.places.occupied, self.places.first_slot
         of_predecessor, of_token = dk_before.flatten(0, 1), dk.flatten(0, 1)
         dlast_key = torch.zeros_like(last_key)
         dlast_key[rows] = of_predecessor[slots].to(dlast_key.dtype)
         of_predecessor.index_fill_(0, slots, 0)
         of_token[:-1] += of_predecessor[1:]
-        return dinitial, dlast_key
+        return dinitial, dlast_key, dleft
+
+    def hand_back_seams(
+        self, k: Tensor, last_key: Tensor, left: Tensor, dk_before: Tensor
+    ) -> Float[Tensor, "n h"]:
+        """A chunk's first predecessor came in times sqrt(left): the gradient of both factors."""
+        rows, chunks = self.places.occupied, self.places.first_chunk[self.places.occupied].long()
+        predecessor = k[:, -1].roll(1, 0).to(last_key.dtype).index_copy(0, chunks, last_key[rows])
+        root = left.sqrt()
+        dleft = (dk_before[:, 0] * predecessor).sum(-1) / (2 * root)
+        dk_before[:, 0] *= root[..., None]
+        return dleft
 
 
 @dataclass(frozen=True)
@@ -259,13 +328,20 @@ class Places:
     """Rows with tokens."""
     first_slot: Int[Tensor, " some"]
     """The slot of their first token, among all slots."""
+    begins: Bool[Tensor, " n"]
+    """Whether sums fade before this chunk."""
 
 
 @lru_cache(maxsize=64)
 def places_of(
-    chunks: tuple[int, ...], phases: tuple[int, ...], chunk_size: int, device: torch.device
+    chunks: tuple[int, ...],
+    read: tuple[int, ...],
+    chunk_size: int,
+    period: int,
+    device: torch.device,
 ) -> Places:
     """Copied to the device once for each layout."""
+    phases = [n % chunk_size for n in read]
     first = [end - n for end, n in zip(accumulate(chunks), chunks, strict=True)]
     marks = {name: [-1] * sum(chunks) for name in ("first_row", "phase", "last_row")}
     occupied = [row for row, n in enumerate(chunks) if n]
@@ -285,6 +361,7 @@ def places_of(
         first_slot=on_device(
             [first[row] * chunk_size + phases[row] for row in occupied], torch.int64
         ),
+        begins=on_device(periods_begin(chunks, read, chunk_size, period), torch.bool),
     )
 
 
@@ -299,32 +376,33 @@ class _Exact(torch.autograd.Function):
         initial: Tensor,
         coef: Tensor,
         ridge: Tensor,
+        left: Tensor | None,
         launch: Launch,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = map(slotted, (q, k, v))
         last_key, initial, coef = (x.contiguous() for x in (last_key, initial, coef))
-        sums, final = launch.prepare(k, v, last_key, initial, ridge)
+        sums, final = launch.prepare(k, v, last_key, initial, ridge, left)
         e = launch.factor(k, sums)
         y = torch.empty_like(v, memory_format=torch.contiguous_format)
         kernels.exact_forward_kernel[launch.grid](
-            q, k, v, last_key, *launch.starts, sums, e, coef, y, *strides(q, k, v, y),
+            q, k, v, *launch.before(last_key, left), sums, e, coef, y, *strides(q, k, v, y),
             launch.rank, launch.width, **launch.tiles, ORDER=launch.order,
             PRECISION=launch.precision.answer, EXACT=launch.exact_inputs,
             num_warps=launch.warps("exact_forward"),
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, last_key, initial, coef, ridge)
+        ctx.save_for_backward(q, k, v, last_key, initial, coef, ridge, left)
         ctx.launch, ctx.kept = launch, (sums, e)
         return y, final
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, last_key, initial, coef, ridge = ctx.saved_tensors
+        q, k, v, last_key, initial, coef, ridge, left = ctx.saved_tensors
         launch: Launch = ctx.launch
-        dy = slotted(dy)
+        dy, before = slotted(dy), launch.before(last_key, left)
         # The sums are overwritten below: a second backward of the same graph makes them anew.
         kept, ctx.kept = ctx.kept, None
         if kept is None:
-            sums, _ = launch.prepare(k, v, last_key, initial, ridge)
+            sums, _ = launch.prepare(k, v, last_key, initial, ridge, left)
             kept = sums, launch.factor(k, sums)
         sums, e = kept
         del kept
@@ -339,22 +417,23 @@ class _Exact(torch.autograd.Function):
             grid = launch.chunks, min(heads, launch.heads - start)
             sizes = launch.rank, launch.width, start, launch.heads
             kernels.exact_chain_kernel[grid](
-                q, k, v, last_key, *launch.starts, sums, e, coef, dy, *chains, dq, dcoef,
+                q, k, v, *before, sums, e, coef, dy, *chains, dq, dcoef,
                 *strides(q, k, v, dy, dq), *sizes, **launch.tiles, ORDER=launch.order,
                 PRECISION=launch.precision.answer, EXACT=launch.exact_inputs,
                 num_warps=launch.warps("exact_chain"),
             )  # fmt: skip
             kernels.exact_gradient_kernel[grid](
-                k, v, last_key, *launch.starts, sums, coef, dy, *chains, dk, dk_before, dv,
-                dridge, *strides(k, v, dy, dk, dv), *sizes, **launch.tiles, ORDER=launch.order,
+                k, v, *before, sums, coef, dy, *chains, dk, dk_before, dv, dridge,
+                *strides(k, v, dy, dk, dv), *sizes, **launch.tiles, ORDER=launch.order,
                 PRECISION=launch.precision.answer, LOCAL=launch.precision.gradient,
                 EXACT=launch.exact_inputs, num_warps=launch.warps("exact_gradient"),
             )  # fmt: skip
         del e, chains
-        dinitial, dlast_key = launch.hand_back(
-            k, v, last_key, sums, dfinal, (dk, dk_before, dv), add=True
-        )
-        return dq, dk, dv, dlast_key, dinitial, dcoef.sum(0), dridge, None
+        dinitial, dlast_key, dleft = launch.hand_back(
+            k, v, last_key, initial, left, sums, dfinal, (dk, dk_before, dv),
+            add=True, learn_left=ctx.needs_input_grad[7],
+        )  # fmt: skip
+        return dq, dk, dv, dlast_key, dinitial, dcoef.sum(0), dridge, dleft, None
 
 
 class _Chunk(torch.autograd.Function):
@@ -368,20 +447,21 @@ class _Chunk(torch.autograd.Function):
         initial: Tensor,
         coef: Tensor,
         ridge: Tensor,
+        left: Tensor | None,
         begun: Tensor,
         launch: Launch,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = map(slotted, (q, k, v))
         last_key, initial, coef, begun = (x.contiguous() for x in (last_key, initial, coef, begun))
-        sums, final = launch.prepare(k, v, last_key, initial, ridge)
+        sums, final = launch.prepare(k, v, last_key, initial, ridge, left)
         y, readout = empty_like(v), begun.clone()
         kernels.chunk_forward_kernel[launch.grid](
-            q, sums, coef, *launch.starts, launch.places.last_row, begun, readout, y,
+            q, sums, coef, *launch.rows, begun, readout, y,
             *strides(q, y), launch.rank, launch.width, **launch.tiles, ORDER=launch.order,
             PRECISION=launch.precision.answer, EXACT=launch.exact_inputs,
             num_warps=launch.warps("chunk_forward"),
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, last_key, initial, coef, ridge, begun)
+        ctx.save_for_backward(q, k, v, last_key, initial, coef, ridge, left, begun)
         ctx.launch, ctx.kept = launch, sums
         return y, final, readout
 
@@ -389,27 +469,28 @@ class _Chunk(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor, dfinal: Tensor, dreadout: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, last_key, initial, coef, ridge, begun = ctx.saved_tensors
+        q, k, v, last_key, initial, coef, ridge, left, begun = ctx.saved_tensors
         launch: Launch = ctx.launch
         dy, dreadout = slotted(dy), dreadout.contiguous()
         sums, ctx.kept = ctx.kept, None
         if sums is None:
-            sums, _ = launch.prepare(k, v, last_key, initial, ridge)
+            sums, _ = launch.prepare(k, v, last_key, initial, ridge, left)
         dq, dk, dk_before, dv = (empty_like(x) for x in (q, k, k, v))
         dcoef = torch.empty(*launch.grid, launch.order + 1, device=q.device)
         dridge = torch.empty(launch.grid, device=q.device)
         dbegun = dreadout_of_idle_rows(dreadout, launch.layout)
         kernels.chunk_backward_kernel[launch.grid](
-            q, sums, coef, *launch.starts, launch.places.last_row, begun, dy, dreadout,
+            q, sums, coef, *launch.rows, begun, dy, dreadout,
             dq, dbegun, dcoef, dridge, *strides(q, dy, dq), launch.rank, launch.width,
             **launch.tiles, ORDER=launch.order,
             PRECISION=launch.precision.answer, LOCAL=launch.precision.gradient,
             EXACT=launch.exact_inputs, num_warps=launch.warps("chunk_backward"),
         )  # fmt: skip
-        dinitial, dlast_key = launch.hand_back(
-            k, v, last_key, sums, dfinal, (dk, dk_before, dv), add=False
-        )
-        return dq, dk, dv, dlast_key, dinitial, dcoef.sum(0), dridge, dbegun, None
+        dinitial, dlast_key, dleft = launch.hand_back(
+            k, v, last_key, initial, left, sums, dfinal, (dk, dk_before, dv),
+            add=False, learn_left=ctx.needs_input_grad[7],
+        )  # fmt: skip
+        return dq, dk, dv, dlast_key, dinitial, dcoef.sum(0), dridge, dleft, dbegun, None
 
 
 def empty_like(x: Tensor) -> Tensor:
