@@ -142,3 +142,17 @@ def refused(*words: object) -> Iterator[None]:
     assert "\n" not in message
     for word in words:
         assert str(word) in message
+
+
+def padded(kind: str, rows: int, time: int) -> Tensor:
+    """An attention mask; the last row has no padding."""
+    mask = torch.ones(rows, time, dtype=torch.int64)
+    for row in range(rows - 1):
+        n = 2 * row + 3
+        if kind == "left":
+            mask[row, :n] = 0
+        elif kind == "right":
+            mask[row, -n:] = 0
+        else:
+            mask[row, torch.randperm(time)[:n]] = 0
+    return mask

@@ -21,6 +21,7 @@ from .families import (
     assert_close,
     assert_same_state,
     in_pieces,
+    padded,
     random_cuts,
     random_tokens,
     read,
@@ -139,20 +140,6 @@ def test_the_loss_is_at_least_fp32(dtype: torch.dtype) -> None:
     assert out.loss.dtype == wide
     wanted = cross_entropy(out.logits.to(wide), tokens)
     torch.testing.assert_close(out.loss, wanted, rtol=8 * torch.finfo(wide).eps, atol=0)
-
-
-def padded(kind: str, rows: int, time: int) -> Tensor:
-    """An attention mask; the last row has no padding."""
-    mask = torch.ones(rows, time, dtype=torch.int64)
-    for row in range(rows - 1):
-        n = 2 * row + 3
-        if kind == "left":
-            mask[row, :n] = 0
-        elif kind == "right":
-            mask[row, -n:] = 0
-        else:
-            mask[row, torch.randperm(time)[:n]] = 0
-    return mask
 
 
 @pytest.mark.parametrize("kind", ["left", "right", "anywhere"])

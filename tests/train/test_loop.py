@@ -36,7 +36,7 @@ def by_hand(model: EchoLM, task: Pairs, config: TrainConfig) -> list[float]:
             group["lr"] = learning_rate(config, step)
         optimiser.zero_grad()
         batch = task.batch(config.batch, seed=config.seed, step=step - 1)
-        loss = model(batch.tokens, labels=batch.labels).loss
+        loss = model(batch.tokens, labels=batch.labels, logits_to_keep=0).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimiser.step()

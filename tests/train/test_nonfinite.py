@@ -80,7 +80,7 @@ def test_names_the_layer_whose_output_is_not_finite(read_every: int, tmp_path: P
     [
         ("blocks.0.mlp", r"blocks\.0\.mlp \(SwiGLU\)"),
         ("blocks.1.mixer_norms.0", r"blocks\.1\.mixer_norms\.0 \(RMSNorm\)"),
-        ("head", r"head \(Linear\)"),
+        ("norm", r"norm \(RMSNorm\)"),
     ],
 )
 def test_names_the_layer_that_spoils_the_gradient(layer: str, named: str) -> None:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from echo_lm.model.lm import IGNORED_LABEL, EchoLM
+from echo_lm.model.lm import EchoLM
+from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.model.state import EchoState
 from echo_lm.ops.backends import autocast
 from echo_lm.tasks.base import Batch, Split

@@ -145,7 +145,8 @@ class TokenStream(Iterator[Tensor]):
         out = read(model, input_ids, state, attention_mask)
         self.state: EchoState = out.state
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        self.logits = out.logits[torch.arange(len(input_ids), device=device), last_places(real)]
+        last = 0 if attention_mask is None else last_places(attention_mask)
+        self.logits = out.logits[torch.arange(len(input_ids), device=device), last]
         self.seen = tokens_seen(input_ids, real, model.config.vocab_size)
         self.unread: Int[Tensor, "b 1"] | None = None
 
@@ -171,7 +172,15 @@ def read(
     state: EchoState | None,
     attention_mask: Int[Tensor, "b t"] | None = None,
 ) -> Any:
-    return model(tokens, state=state, return_state=True, attention_mask=attention_mask)
+    """Take tokens in. The logits are those of the last place, or of all where some are padding."""
+    keep = 1 if attention_mask is None else None
+    return model(
+        tokens,
+        state=state,
+        return_state=True,
+        attention_mask=attention_mask,
+        logits_to_keep=keep,
+    )
 
 
 def last_places(real: Int[Tensor, "b t"]) -> Int[Tensor, " b"]:

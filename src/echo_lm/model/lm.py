@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -22,18 +21,18 @@ from echo_lm.layers import (
 )
 from echo_lm.model.config import EchoConfig
 from echo_lm.model.generate import GenerationOptions, TokenStream
+from echo_lm.model.loss import IGNORED_LABEL, next_token_loss, next_token_loss_in_pieces
 from echo_lm.model.padding import Alignment
 from echo_lm.model.pretrained import load_pretrained, save_pretrained
 from echo_lm.model.state import EchoState
 from echo_lm.ops.checks import debugging
 from echo_lm.ops.state import TensorState
 
-IGNORED_LABEL = -100
-
 
 @dataclass
 class EchoOutput:
-    logits: Float[Tensor, "b t vocab"]
+    logits: Float[Tensor, "b kept vocab"]
+    """Of every place, or of the last ones if fewer were asked for."""
     loss: Float[Tensor, ""] | None = None
     """Mean cross-entropy of the next token, over the labels that are not -100."""
     state: EchoState | None = None
@@ -114,6 +113,7 @@ class EchoLM(nn.Module):
         return_state: bool = False,
         attention_mask: Int[Tensor, "b t"] | None = None,
         statistics_mask: Bool[Tensor, "b t"] | None = None,
+        logits_to_keep: int | None = None,
     ) -> EchoOutput:
         """Predict the token after each one.
 
@@ -124,8 +124,12 @@ class EchoLM(nn.Module):
             return_state: Also return the state after the last token.
             attention_mask: 0 at padding, which may lie anywhere and influences nothing.
             statistics_mask: False leaves a token out of SKA's memory (the paper's action mask).
+            logits_to_keep: Give the logits of so many last places only. The loss then takes the
+                logits in pieces, so that those of a long sequence never exist at once.
         """
         self._check(input_ids, labels, state, attention_mask, statistics_mask)
+        if logits_to_keep is not None and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be 0 or more, got {logits_to_keep}.")
         input_ids = input_ids.long()
         rows = None if attention_mask is None else Alignment.of(attention_mask)
         lengths = None
@@ -137,10 +141,7 @@ class EchoLM(nn.Module):
             if statistics_mask is not None:
                 statistics_mask = rows.align(statistics_mask)
         x, new_states = self._read(input_ids, state, lengths, statistics_mask, return_state)
-        logits = self.head(self.norm(x))
-        loss = None if labels is None else next_token_loss(logits, labels)
-        if rows is not None:
-            logits = rows.restore(logits)
+        logits, loss = self._predict(self.norm(x), labels, rows, logits_to_keep)
         if not return_state:
             return EchoOutput(logits, loss)
         before = input_ids.new_zeros(len(input_ids)) if state is None else state.count
@@ -173,6 +174,22 @@ class EchoLM(nn.Module):
             )
             new_states += states
         return x, new_states
+
+    def _predict(
+        self,
+        x: Float[Tensor, "b t d"],
+        labels: Int[Tensor, "b t"] | None,
+        rows: Alignment | None,
+        keep: int | None,
+    ) -> tuple[Float[Tensor, "b kept vocab"], Float[Tensor, ""] | None]:
+        """Logits and loss. Labels are aligned as `x` is; logits stand where their tokens stood."""
+        if keep is None:
+            logits = self.head(x)
+            loss = None if labels is None else next_token_loss(logits, labels)
+            return logits if rows is None else rows.restore(logits), loss
+        loss = None if labels is None else next_token_loss_in_pieces(x, self.head.weight, labels)
+        x = x if rows is None else rows.restore(x)
+        return self.head(x[:, max(0, x.shape[1] - keep) :]), loss
 
     def stream(
         self, input_ids: Int[Tensor, "b t"], **options: Unpack[GenerationOptions]
@@ -291,17 +308,3 @@ def build_mlp(config: EchoConfig) -> nn.Module | None:
     if config.mlp == "swiglu":
         return SwiGLU(config.dim, **options)
     return SpectralKoopmanMLP(config.dim, gated=config.mlp == "koopman-gated", **options)
-
-
-def next_token_loss(
-    logits: Float[Tensor, "b t vocab"], labels: Int[Tensor, "b t"]
-) -> Float[Tensor, ""]:
-    """Cross-entropy of each label under the logits one place before it."""
-    if labels.shape[1] < 2:
-        raise ValueError("labels need at least two tokens: each is predicted by the one before.")
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).to(dtype),
-        labels[:, 1:].flatten().long(),
-        ignore_index=IGNORED_LABEL,
-    )

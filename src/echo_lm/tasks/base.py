@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from echo_lm.model.lm import IGNORED_LABEL
+from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.tasks.draws import GOLDEN, Draws, keys, mix, scale
 from echo_lm.tasks.symbols import Symbols
 

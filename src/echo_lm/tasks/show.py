@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from echo_lm.model.lm import IGNORED_LABEL
+from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.tasks import TASKS, find, settings_of
 from echo_lm.tasks.base import Batch, Family, Split
 

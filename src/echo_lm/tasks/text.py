@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from echo_lm.model.lm import IGNORED_LABEL
+from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.tasks.base import Batch
 from echo_lm.tasks.symbols import Characters
 

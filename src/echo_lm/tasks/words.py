@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from echo_lm.model.lm import IGNORED_LABEL
+from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.tasks.base import Batch, Family, check
 from echo_lm.tasks.draws import Draws
 from echo_lm.tasks.symbols import Symbols

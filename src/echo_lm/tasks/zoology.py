@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from echo_lm.model.lm import IGNORED_LABEL
+from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.tasks.base import Batch, Family, check, check_option
 from echo_lm.tasks.draws import Draws
 from echo_lm.tasks.mixture import Mixture, Repeated

@@ -133,7 +133,9 @@ class Run:
         )
         mask = batch.facts if self.config.facts_only else None
         with autocast(self.device, self.config.precision):
-            out = self.compute(batch.tokens, labels=batch.labels, statistics_mask=mask)
+            out = self.compute(
+                batch.tokens, labels=batch.labels, statistics_mask=mask, logits_to_keep=0
+            )
         out.loss.backward()
         self.unread_tokens += batch.tokens.numel()
         return out.loss.detach()
