@@ -6,9 +6,11 @@ from echo_lm.experiments.base import Experiment
 from echo_lm.experiments.capacity import Capacity
 from echo_lm.experiments.conditioning import Conditioning
 from echo_lm.experiments.persistence import Persistence
+from echo_lm.experiments.transfer import Transfer
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment for experiment in (Conditioning(), Persistence(), Capacity())
+    experiment.name: experiment
+    for experiment in (Transfer(), Conditioning(), Persistence(), Capacity())
 }
 
 

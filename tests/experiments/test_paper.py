@@ -1,0 +1,69 @@
+"""The paper's retrieval experiments run from end to end, under protocols of a few seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from echo_lm.experiments import transfer
+from echo_lm.experiments.base import Experiment, Finished, Scale, Settings
+from echo_lm.experiments.runner import reproduce
+
+ONE_STEP = {
+    "steps": 1,
+    "batch": 1,
+    "warmup": 0,
+    "evaluate_every": 1,
+    "evaluate_rows": 1,
+    "rows": 1,
+}
+
+
+def briefly(experiment: Experiment, **changes: Any) -> Experiment:
+    """The same experiment with the least to compute."""
+
+    def protocol(self: Experiment, scale: Scale) -> dict[str, Any]:
+        return type(experiment).protocol(self, scale) | ONE_STEP | changes
+
+    return type("Brief", (type(experiment),), {"protocol": protocol})()
+
+
+def run(experiment: Experiment, out: Path) -> tuple[str, list[dict[str, Any]]]:
+    """The report and the records of the smoke scale."""
+    folder = reproduce(
+        experiment, scale="smoke", seeds=1, out=out, device="cpu", console=Console(quiet=True)
+    )
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert not (folder / "unfinished").exists()
+    report = (folder / "README.md").read_text()
+    assert "have not run" not in report
+    assert "nan" not in report.split()
+    cells = [path.read_text() for path in sorted((folder / "cells").iterdir())]
+    return report, [json.loads(cell, parse_constant=pytest.fail) for cell in cells]
+
+
+def test_transfer(tmp_path: Path) -> None:
+    report, records = run(briefly(transfer.Transfer(), lengths=[64]), tmp_path)
+    assert len(records) == len(transfer.MODELS)
+    assert "| SysPrompt | trained |" in report
+    assert "| MultiHop | transfer |" in report
+    assert {"53.3", "75.7", "80.5"} <= set(report.split())
+    tasks = {(r["task"], r["pairs"]) for r in records[0]["numbers"]["readings"]}
+    assert tasks >= {(task, 8) for task in transfer.PAPER_MEANS}
+
+
+def test_transfer_puts_a_number_beside_the_papers_of_the_same_model_and_length() -> None:
+    def cell(model: str, accuracy: float) -> Finished:
+        settings: Settings = {"task": "NIAH", "pairs": 4, "length": 1024}
+        return Finished({"model": model}, 0, {"readings": [{**settings, "accuracy": accuracy}]})
+
+    done = [cell("SSM", 0.25), cell("SSM+SKA (paper)", 0.5), cell("SSM+SKA (ours)", 0.75)]
+    table = transfer.table_of_curves(done, "NIAH")
+    assert list(table.header[2:]) == [
+        *("SSM", "paper's", "SSM+SKA (paper)", "paper's", "SSM+SKA (ours)")
+    ]
+    assert list(table.rows[0]) == ["4", "1,024", "25.0", "47.0", "50.0", "81.0", "75.0"]
