@@ -17,6 +17,7 @@ MODES: dict[str, dict[str, Any]] = {
     "exact": {"causal": "exact"},
     "chunk": {"causal": "chunk"},
     "chunk relative": {"causal": "chunk", "relative_ridge": True},
+    "chunk relative to the trace": {"causal": "chunk", "relative_ridge": "trace"},
     "exact fading": {"causal": "exact", "decay": 0.7},
     "chunk relative fading": {"causal": "chunk", "relative_ridge": True, "decay": 0.7},
     "full": {"causal": False},

@@ -64,6 +64,10 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"relative_ridge": True},
         r'drop relative_ridge or use causal="chunk"',
     ),
+    "a ridge relative to what is not known": (
+        {"relative_ridge": "mean", "causal": "chunk"},
+        r"relative_ridge must be False, True or \"trace\", got 'mean'",
+    ),
     "chunk of nothing": ({"chunk_size": 0}, r"chunk_size must be at least 1, got 0"),
     "ridge zero": ({"ridge": 0.0}, r"ridge must be positive, got 0.0"),
     "ridge negative": ({"ridge": -0.5}, r"ridge must be positive, got -0.5"),

@@ -109,6 +109,22 @@ def test_relative_ridge_follows_the_largest_key_so_far(form: str) -> None:
     assert_close(y[0, :, 0], torch.cat(answers), TIGHT)
 
 
+@pytest.mark.parametrize("form", ["naive", "chunk", "recurrent"])
+def test_a_ridge_relative_to_the_trace(form: str) -> None:
+    """It is an absolute one of eps tr(G) / r for each chunk, and bounds the condition number."""
+    size, eps, rank = 8, 0.03, 6
+    inputs = one_head(30, rank=rank) | {"coef": one_hot(1)}
+    inputs["k"] *= torch.linspace(0.5, 2.0, 30, dtype=torch.float64)[None, :, None, None]
+    how: dict[str, Any] = {"causal": "chunk", "chunk_size": size, "backend": form}
+    y = ska(**inputs | {"ridge": eps}, relative_ridge="trace", **how)
+    for t in range(size, 30, size):
+        G = inputs["k"][0, :t, 0].mT @ inputs["k"][0, :t, 0]
+        lam = eps * float(G.trace()) / rank
+        assert torch.linalg.cond(G + lam * torch.eye(rank, dtype=G.dtype), 2) <= 1 + rank / eps
+        wanted = ska(**inputs | {"ridge": lam}, **how)
+        assert_close(y[:, t : t + size], wanted[:, t : t + size], TIGHT)
+
+
 @pytest.mark.parametrize("causal", ["exact", "chunk"])
 def test_scaling_keys_queries_and_ridge_alike_changes_nothing(causal: Any) -> None:
     """Normalisation is a ridge: (G + lam I) / m^2 is the Gram matrix of the keys over m."""

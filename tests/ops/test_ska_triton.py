@@ -22,6 +22,7 @@ MODES: dict[str, dict[str, Any]] = {
     "exact": {"causal": "exact", "chunk_size": 16},
     "chunk": {"causal": "chunk", "chunk_size": 16},
     "chunk relative": {"causal": "chunk", "chunk_size": 16, "relative_ridge": True},
+    "chunk trace": {"causal": "chunk", "chunk_size": 16, "relative_ridge": "trace"},
 }
 UNITS = 32
 """Allowed error in units of eps (1 + max |k|^2 / ridge), the measure of every form of SKA."""

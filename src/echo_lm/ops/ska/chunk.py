@@ -119,7 +119,7 @@ def answer_exact(problem: Problem, chunks: Chunks) -> Float[Tensor, "n h s p"]:
     Cholesky factor R of I + K K' holds those of all its leading blocks, hence one factor serves
     every t: X_t = I - sum_{s<=t} e_s e_s' with the rows e_s of E = R^-1 K.
     """
-    H = inverse_cholesky(add_ridge(chunks.gram, problem.ridge_at(chunks.key_energy)))
+    H = inverse_cholesky(add_ridge(chunks.gram, problem.ridge_at(chunks.gram, chunks.key_energy)))
     q, K, K_before = (x @ H.mT for x in (chunks.q, chunks.k, chunks.k_before))
     lag, value = H @ chunks.lag @ H.mT, chunks.value @ H.mT
     E = inverse_cholesky(K @ K.mT + torch.diag_embed(1 + rounding_of(K))) @ K
@@ -154,7 +154,7 @@ def chunk_readouts(
     problem: Problem, layout: ChunkLayout, chunks: Chunks
 ) -> Float[Tensor, "n h p r"]:
     """W of each chunk from the chunks before it; one half read keeps the W it began with."""
-    H = inverse_cholesky(add_ridge(chunks.gram, problem.ridge_at(chunks.key_energy)))
+    H = inverse_cholesky(add_ridge(chunks.gram, problem.ridge_at(chunks.gram, chunks.key_energy)))
     W = combine(chunks.value, chunks.lag, H, problem.coef)
     begun = problem.state.readout
     return W if begun is None else layout.replace_first(W, begun)
@@ -162,7 +162,7 @@ def chunk_readouts(
 
 def state_readout(problem: Problem, state: SKAState) -> Float[Tensor, "b h p r"]:
     """W from all that a state holds."""
-    return readout_matrix(state, problem.coef, problem.ridge_at(state.key_energy))
+    return readout_matrix(state, problem.coef, problem.ridge_at(state.gram, state.key_energy))
 
 
 def begun_readout(problem: Problem) -> Float[Tensor, "b h p r"]:
@@ -176,7 +176,7 @@ def with_derived(
 ) -> SKAState:
     """Complete a state whose sums are up to date with what its next call will want."""
     if problem.causal == "exact":
-        ridge = problem.ridge_at(state.key_energy)
+        ridge = problem.ridge_at(state.gram, state.key_energy)
         inverse = spd_inverse(add_ridge(state.gram, ridge))
         state = replace(state, inverse=inverse, inverse_ridge=ridge)
     elif readout is not None:

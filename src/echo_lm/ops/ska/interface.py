@@ -16,7 +16,7 @@ from echo_lm.ops.checks import require_finite
 from echo_lm.ops.ska.chunk import ska_chunk
 from echo_lm.ops.ska.naive import ska_naive
 from echo_lm.ops.ska.packing import pack, unpack
-from echo_lm.ops.ska.problem import Causal, Problem
+from echo_lm.ops.ska.problem import Causal, Problem, Relative
 from echo_lm.ops.ska.recurrent import ska_recurrent
 from echo_lm.ops.ska.state import SKAState
 
@@ -29,7 +29,7 @@ def ska(
     *,
     coef: Float[Tensor, "h order"],
     ridge: Float[Tensor, " h"] | float,
-    relative_ridge: bool = ...,
+    relative_ridge: Relative = ...,
     decay: Float[Tensor, " h"] | float | None = ...,
     causal: Causal = ...,
     chunk_size: int = ...,
@@ -48,7 +48,7 @@ def ska(
     *,
     coef: Float[Tensor, "h order"],
     ridge: Float[Tensor, " h"] | float,
-    relative_ridge: bool = ...,
+    relative_ridge: Relative = ...,
     decay: Float[Tensor, " h"] | float | None = ...,
     causal: Causal = ...,
     chunk_size: int = ...,
@@ -66,7 +66,7 @@ def ska(
     *,
     coef: Float[Tensor, "h order"],
     ridge: Float[Tensor, " h"] | float,
-    relative_ridge: bool = False,
+    relative_ridge: Relative = False,
     decay: Float[Tensor, " h"] | float | None = None,
     causal: Causal = "exact",
     chunk_size: int = 64,
@@ -87,8 +87,11 @@ def ska(
         q, k: Queries and keys of rank r.
         v: Values.
         coef: Filter coefficients of each head; column j weighs order j.
-        ridge: Positive, one for all heads or one each. Added to the Gram matrix as it is, or
-            multiplied by the largest key energy seen so far if `relative_ridge`.
+        ridge: Positive, one for all heads or one each. Added to the Gram matrix as it is, unless
+            relative.
+        relative_ridge: What the ridge is multiplied by first: nothing (False), the largest key
+            energy seen so far (True, the paper's), or tr(G) / r, the mean eigenvalue of the Gram
+            matrix ("trace").
         decay: In (0, 1], one for all heads or one each: what is left of the sums, of the largest
             key energy too, when a new chunk begins. None: nothing fades.
         causal: "exact": token t sees all tokens up to and including itself. "chunk": it sees the
@@ -232,14 +235,16 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, coef: Tensor) -> None:
 
 
 def _check_settings(
-    causal: Causal, relative_ridge: bool, decay: Tensor | float | None, chunk_size: int
+    causal: Causal, relative_ridge: Relative, decay: Tensor | float | None, chunk_size: int
 ) -> None:
     if causal not in ("exact", "chunk", False):
         raise ValueError(f'causal must be "exact", "chunk" or False, got {causal!r}.')
+    if relative_ridge not in (False, True, "trace"):
+        raise ValueError(f'relative_ridge must be False, True or "trace", got {relative_ridge!r}.')
     if causal == "exact" and relative_ridge:
         raise ValueError(
-            'causal="exact" takes an absolute ridge, since a relative one would change with every '
-            'new largest key; drop relative_ridge or use causal="chunk".'
+            'causal="exact" takes an absolute ridge, since a relative one would change within a '
+            'chunk; drop relative_ridge or use causal="chunk".'
         )
     if causal is False and decay is not None:
         raise ValueError(

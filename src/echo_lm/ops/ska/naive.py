@@ -34,7 +34,7 @@ def ska_naive(problem: Problem) -> tuple[Float[Tensor, "b t h p"], SKAState]:
 
 def solve_readout(problem: Problem, state: SKAState) -> Float[Tensor, "b h p r"]:
     """W = sum_j c_j C X (M X)^j  with  X = (G + lam I)^-1."""
-    X = torch.linalg.inv(add_ridge(state.gram, problem.ridge_at(state.key_energy)))
+    X = torch.linalg.inv(add_ridge(state.gram, problem.ridge_at(state.gram, state.key_energy)))
     term = state.value @ X
     W = torch.zeros_like(term)
     for c in problem.coef.unbind(-1):
@@ -61,7 +61,7 @@ def keep_derived(problem: Problem, state: SKAState, W: Float[Tensor, "b h p r"])
     chunk_size = problem.chunk_size if problem.chunked else None
     state = replace(state, inverse=None, inverse_ridge=None, readout=None, chunk_size=chunk_size)
     if problem.causal == "exact":
-        ridge = problem.ridge_at(state.key_energy)
+        ridge = problem.ridge_at(state.gram, state.key_energy)
         inverse = torch.linalg.inv(add_ridge(state.gram, ridge))
         return replace(state, inverse=inverse, inverse_ridge=ridge.clone())
     if problem.causal == "chunk":

@@ -12,6 +12,8 @@ from torch import Tensor
 from echo_lm.ops.ska.state import SKAState
 
 Causal = Literal["exact", "chunk", False]
+Relative = Literal[False, True, "trace"]
+"""What a ridge is multiplied by: nothing, the largest key energy, or the trace of G over r."""
 
 SMALLEST_KEY_ENERGY = 1e-12
 """A relative ridge stays positive when all keys are zero: the paper clamps the norm at 1e-6."""
@@ -26,7 +28,7 @@ class Problem:
     v: Float[Tensor, "b t h p"]
     coef: Float[Tensor, "h order"]
     ridge: Float[Tensor, " h"]
-    relative_ridge: bool
+    relative_ridge: Relative
     decay: Float[Tensor, " h"] | None
     """What is left of the sums where a new chunk begins; None if nothing fades."""
     causal: Causal
@@ -37,11 +39,17 @@ class Problem:
     fresh: bool
     """No state was given: every row starts from nothing."""
 
-    def ridge_at(self, key_energy: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
-        """lam, given the largest key energy seen so far."""
+    def ridge_at(
+        self, gram: Float[Tensor, "*batch h r r"], key_energy: Float[Tensor, "*batch h"]
+    ) -> Float[Tensor, "*batch h"]:
+        """lam, given the Gram matrix and the largest key energy seen so far."""
+        return self.ridge_of(relative_scale(self.relative_ridge, gram, key_energy))
+
+    def ridge_of(self, scale: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
+        """lam, given what a relative one is multiplied by."""
         if self.relative_ridge:
-            return self.ridge * key_energy.clamp_min(SMALLEST_KEY_ENERGY)
-        return self.ridge.expand_as(key_energy)
+            return self.ridge * scale.clamp_min(SMALLEST_KEY_ENERGY)
+        return self.ridge.expand_as(scale)
 
     @property
     def chunked(self) -> bool:
@@ -63,6 +71,13 @@ class Problem:
         if self.lengths is None:
             return torch.ones(self.k.shape[0], dtype=torch.bool, device=self.k.device)
         return t < self.lengths
+
+
+def relative_scale(
+    relative: Relative, gram: Float[Tensor, "*batch h r r"], key_energy: Float[Tensor, "*batch h"]
+) -> Float[Tensor, "*batch h"]:
+    """What a relative ridge is multiplied by."""
+    return gram.diagonal(dim1=-2, dim2=-1).mean(-1) if relative == "trace" else key_energy
 
 
 def add_ridge(

@@ -63,7 +63,7 @@ def chunk_step(
 
 def with_inverse(problem: Problem, state: SKAState) -> SKAState:
     """A state whose inverse belongs to this ridge and, where gradients flow, to these sums."""
-    ridge = problem.ridge_at(state.key_energy)
+    ridge = problem.ridge_at(state.gram, state.key_energy)
     cached = state.inverse_ridge
     learning = torch.is_grad_enabled() and (ridge.requires_grad or state.gram.requires_grad)
     if learning or state.inverse is None or cached is None or not torch.equal(cached, ridge):
@@ -76,7 +76,7 @@ def with_inverse(problem: Problem, state: SKAState) -> SKAState:
 def with_readout(problem: Problem, state: SKAState) -> SKAState:
     """A state that can answer; one without a read-out answers from all it holds."""
     if state.readout is None:
-        ridge = problem.ridge_at(state.key_energy)
+        ridge = problem.ridge_at(state.gram, state.key_energy)
         state = replace(state, readout=readout_matrix(state, problem.coef, ridge))
     return replace(state, inverse=None, inverse_ridge=None, chunk_size=problem.chunk_size)
 
@@ -88,8 +88,9 @@ def rebuild_inverse(
     rows = rows_at_boundary(problem, state, active)
     if len(rows) == 0:
         return state.inverse
-    ridge = problem.ridge_at(state.key_energy[rows])
-    return state.inverse.index_copy(0, rows, spd_inverse(add_ridge(state.gram[rows], ridge)))
+    gram = state.gram[rows]
+    ridge = problem.ridge_at(gram, state.key_energy[rows])
+    return state.inverse.index_copy(0, rows, spd_inverse(add_ridge(gram, ridge)))
 
 
 def rebuild_readout(problem: Problem, state: SKAState, active: Bool[Tensor, " b"]) -> SKAState:
@@ -98,7 +99,7 @@ def rebuild_readout(problem: Problem, state: SKAState, active: Bool[Tensor, " b"
     if len(rows) == 0:
         return state
     due = replace(state, inverse=None, readout=None).reorder(rows)
-    fresh = readout_matrix(due, problem.coef, problem.ridge_at(due.key_energy))
+    fresh = readout_matrix(due, problem.coef, problem.ridge_at(due.gram, due.key_energy))
     return replace(state, readout=state.readout.index_copy(0, rows, fresh))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from echo_lm.ops.ska import kernels
 from echo_lm.ops.ska.chunk import begun_readout, ends, lay_out, with_derived
-from echo_lm.ops.ska.layout import ChunkLayout, periods_begin, running_max
+from echo_lm.ops.ska.layout import ChunkLayout, periods_begin, running_max, running_sum
 from echo_lm.ops.ska.problem import Problem
 from echo_lm.ops.ska.state import SKAState
 
@@ -76,9 +76,13 @@ def ska_triton(
     left = None if problem.decay is None else problem.left_of_sums(launch.places.begins)
     ridge, energy_end = problem.ridge.expand(len(q), -1), old.key_energy
     if problem.relative_ridge or return_state:
-        energies = torch.linalg.vector_norm(k, dim=-1, dtype=old.gram.dtype).amax(1).square()
-        energy, energy_end = layout.scan(old.key_energy, energies, running_max, left)
-        ridge = problem.ridge_at(energy)
+        energies = torch.linalg.vector_norm(k, dim=-1, dtype=old.gram.dtype).square()
+        energy, energy_end = layout.scan(old.key_energy, energies.amax(1), running_max, left)
+        scale = energy
+        if problem.relative_ridge == "trace":
+            trace = old.gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+            scale = layout.scan(trace, energies.sum(1), running_sum, left)[0] / launch.rank
+        ridge = problem.ridge_of(scale)
     if problem.causal == "exact":
         y, final = _Exact.apply(q, k, v, old.last_key, initial, problem.coef, ridge, left, launch)
     else:
