@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echo_lm.layers import Mamba2, SpectralKoopmanAttention
+from echo_lm.layers.ska import LayerState, memory_of
 from echo_lm.ops import SKAState, debug
 
 DIM, HEADS, RANK, CHUNK = 12, 2, 5, 4
@@ -22,6 +23,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"causal": False},
     "lifted": {"lift": 8},
     "lifted paper": {"lift": 8, **PAPER},
+    "trace": {"causal": "chunk", "relative_ridge": "trace"},
+    "fading": {"half_life": 6.0},
+    "fading paper": {"half_life": 6.0, **PAPER},
+    "convolved": {"conv_kernel": 4},
+    "convolved, all at once": {"conv_kernel": 3, "conv_silu": False, "key_norm": True, "lift": 8},
 }
 CAUSAL = [name for name, options in VARIANTS.items() if options.get("causal", "exact")]
 
@@ -52,24 +58,48 @@ def close_to_rounding(a: Tensor, b: Tensor) -> None:
 def naive(layer: SpectralKoopmanAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """The layer written out: a ridge solve for every token and head."""
     batch, time, _ = x.shape
-    q, k, v = (
-        (x @ proj.weight.T).view(batch, time, HEADS, -1)
-        for proj in (layer.q_proj, layer.k_proj, layer.v_proj)
-    )
+    projected = [x @ proj.weight.T for proj in (layer.q_proj, layer.k_proj, layer.v_proj)]
+    if layer.conv is not None:
+        projected = [convolved(layer, z, part) for part, z in enumerate(projected)]
+    q, k, v = (z.view(batch, time, HEADS, -1) for z in projected)
     if layer.lift is not None:
         q, k = (layer.lift(turned(z)) for z in (q, k))
+    if layer.key_norm:
+        q, k = (z / (z.square().mean(-1, keepdim=True) + 1e-5).sqrt() for z in (q, k))
     mask = torch.ones(batch, time, dtype=torch.bool) if mask is None else mask
     k, v = (z * mask[..., None, None] for z in (k, v))
     rows = []
     for t in range(time):
         end = {"exact": t + 1, "chunk": t // CHUNK * CHUNK, False: time}[layer.causal]
         heads = [
-            answer(layer, h, q[b, t, h], k[b, :end, h], v[b, :end, h])
+            answer(layer, h, q[b, t, h], *faded(layer, h, t, k[b, :end, h], v[b, :end, h]))
             for b in range(batch)
             for h in range(HEADS)
         ]
         rows.append(torch.stack(heads).view(batch, DIM))
     return layer.eta * torch.stack(rows, 1) @ layer.out_proj.weight.T
+
+
+def convolved(layer: SpectralKoopmanAttention, x: Tensor, part: int) -> Tensor:
+    """Each channel over the tokens up to its own; queries, keys and values one after the other."""
+    conv, width = layer.conv, layer.q_proj.out_features
+    assert conv is not None
+    mine = slice(part * width, part * width + x.shape[-1])
+    taps = conv.weight[mine, None]
+    past = F.pad(x.mT, (conv.kernel_size - 1, 0))
+    y = F.conv1d(past, taps, conv.bias[mine], groups=x.shape[-1]).mT
+    return F.silu(y) if conv.silu else y
+
+
+def faded(
+    layer: SpectralKoopmanAttention, h: int, t: int, K: Tensor, V: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values as token t knows them: times the root of what c chunks have left."""
+    if layer.decay is None:
+        return K, V
+    age = t // CHUNK - torch.arange(len(K)) // CHUNK
+    root = layer.decay[h] ** (age.to(K.dtype) / 2)
+    return root[:, None] * K, root[:, None] * V
 
 
 def turned(x: Tensor) -> Tensor:
@@ -87,7 +117,8 @@ def answer(layer: SpectralKoopmanAttention, h: int, q: Tensor, K: Tensor, V: Ten
         lam = ridge[h]
     else:
         energies = torch.cat([K.new_zeros(1), K.square().sum(-1)])
-        lam = ridge * energies.max().clamp_min(1e-12)
+        mean = layer.relative_ridge == "trace"
+        lam = ridge * (energies.sum() / RANK if mean else energies.max()).clamp_min(1e-12)
     gram = K.T @ K + lam * torch.eye(RANK, dtype=K.dtype)
     lag = K[1:].T @ K[:-1]
     u = torch.linalg.solve(gram, q)
@@ -100,7 +131,7 @@ def answer(layer: SpectralKoopmanAttention, h: int, q: Tensor, K: Tensor, V: Ten
 
 def in_pieces(
     layer: SpectralKoopmanAttention, x: Tensor, cuts: list[int], mask: Tensor | None = None
-) -> tuple[Tensor, SKAState]:
+) -> tuple[Tensor, LayerState]:
     state, out = layer.init_state(x.shape[0]), []
     for begin, end in pairwise([0, *cuts, x.shape[1]]):
         part = None if mask is None else mask[:, begin:end]
@@ -136,11 +167,14 @@ def test_pieces_equal_one_pass(name: str, cuts: list[int]) -> None:
     whole, final = layer(x, mask=mask)
     pieces, state = in_pieces(layer, x, cuts, mask)
     close(pieces, whole)
-    for key in ("gram", "lag", "value", "last_key", "key_energy", "count"):
-        close(getattr(state, key), getattr(final, key))
+    left, right = state.to_dict(), final.to_dict()
+    assert left.keys() == right.keys()
+    for key in left:
+        if not key.endswith(("inverse", "chunk_size")):
+            close(left[key], right[key])
 
 
-@pytest.mark.parametrize("name", ["ours", "paper", "lifted"])
+@pytest.mark.parametrize("name", ["ours", "paper", "lifted", "fading", "convolved"])
 def test_gradients_flow_through_the_state(name: str) -> None:
     layer, x, g = make(name), random64(2, 13, DIM), random64(2, 13, DIM)
     parameters = list(layer.parameters())
@@ -165,12 +199,13 @@ def test_ragged_rows_equal_each_row_alone(name: str) -> None:
         for b, n in enumerate(real):
             outputs[b].append(y[b, :n])
             if n == 0:
+                after, held = memory_of(state), memory_of(before)
                 for key in ("gram", "lag", "value", "last_key", "count"):
-                    assert torch.equal(getattr(state, key)[b], getattr(before, key)[b])
+                    assert torch.equal(getattr(after, key)[b], getattr(held, key)[b])
     for b in range(3):
         own = [x[b, :n] for x, n in zip(calls, [*lengths[:, b], 1], strict=True)]
         close(torch.cat(outputs[b]), layer(torch.cat(own)[None])[0][0])
-    assert state.count.tolist() == (lengths.sum(0) + 1).tolist()
+    assert memory_of(state).count.tolist() == (lengths.sum(0) + 1).tolist()
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -244,10 +279,31 @@ def test_a_ridge_of_ones_own() -> None:
 def test_weight_decay_spares_the_operator_alone(name: str) -> None:
     spared = {n for n, p in make(name).named_parameters() if getattr(p, "_no_weight_decay", False)}
     operator = {"eta", "raw_gamma"} if "paper" in name else {"eta", "coef", "raw_ridge"}
+    operator -= {"raw_ridge"} if name == "trace" else set()
+    operator |= {"raw_decay"} if "fading" in name else set()
+    operator |= {"conv.bias"} if "convolved" in name else set()
     assert spared == operator
 
 
-@pytest.mark.parametrize("name", ["ours", "paper"])
+def test_forgetting_starts_with_the_half_life_and_stays_a_share() -> None:
+    layer = SpectralKoopmanAttention(DIM, heads=4, rank=RANK, chunk_size=16, half_life=64)
+    assert layer.decay is not None
+    close_to_rounding(layer.decay, torch.full((4,), 0.5**0.25))
+    for raw in (-200.0, 200.0):
+        torch.nn.init.constant_(layer.raw_decay, raw)
+        assert ((layer.decay > 0) & (layer.decay <= 1)).all()
+        layer(torch.randn(1, 40, DIM))
+
+
+def test_normed_keys_are_equally_loud() -> None:
+    layer = SpectralKoopmanAttention(DIM, heads=HEADS, rank=RANK, key_norm=True)
+    tokens = torch.tensor([[[0.1], [1.0], [50.0]]]) * torch.randn(1, 3, DIM)
+    _, state = layer(tokens)
+    traces = memory_of(state).gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    torch.testing.assert_close(traces, torch.full((1, HEADS), 3.0 * RANK), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ours", "paper", "convolved"])
 def test_state_bytes_are_those_of_the_formula(name: str) -> None:
     layer = make(name, torch.float32)
     causal = "chunk" if name == "paper" else "exact"
@@ -255,7 +311,9 @@ def test_state_bytes_are_those_of_the_formula(name: str) -> None:
     for time in (1, 6, 40):
         y, state = layer(torch.randn(3, time, DIM))
         assert y.shape == (3, time, DIM)
-        assert state.nbytes == 3 * SKAState.bytes_per_row(HEADS, RANK, DIM // HEADS, causal)
+        window = 4 * 3 * (2 * HEADS * RANK + DIM) if name == "convolved" else 0
+        sums = SKAState.bytes_per_row(HEADS, RANK, DIM // HEADS, causal)
+        assert state.nbytes == 3 * (sums + window) == 3 * layer.state_bytes
     derived = RANK * DIM // HEADS if name == "paper" else RANK**2 + 1
     assert empty.nbytes == state.nbytes - 3 * HEADS * 4 * derived
 
@@ -322,6 +380,8 @@ def test_a_call_changes_no_state_in_place(length: int) -> None:
         ({"order": -1}, ["-1"]),
         ({"ridge": 0.0}, ["ridge", "0.0"]),
         ({"ridge": float("nan")}, ["ridge", "nan"]),
+        ({"half_life": 0.0}, ["half_life", "0.0"]),
+        ({"half_life": 8.0, "causal": False}, ["half_life", "causal=False"]),
     ],
 )
 def test_bad_settings_are_named(options: dict[str, Any], words: list[str]) -> None:
@@ -343,6 +403,8 @@ def test_a_wrong_input_or_state_is_refused() -> None:
             layer(bad)
     with pytest.raises(ValueError, match="Mamba2State"):
         layer(x, foreign)
+    with pytest.raises(ValueError, match="SKAState, but this layer continues a ConvolvedSKAState"):
+        make("convolved")(x, state)
     with pytest.raises(ValueError, match="another model or batch"):
         layer(x[:1], state)
     with debug(), pytest.raises(ValueError, match="nan"):

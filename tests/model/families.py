@@ -22,6 +22,7 @@ SHRUNK = [
     "mamba2-attention-50m",
     "mamba3-50m",
     "transformer-50m",
+    "echo-50m, fading and convolved",
 ]
 AS_THEY_ARE = [
     "synthetic-ssm",
@@ -43,9 +44,12 @@ TOLERATED = 16
 def small_config(name: str) -> EchoConfig:
     """Three narrow blocks of a large preset, both kinds of mixer among them; a small preset as it
     is."""
-    config = EchoConfig.preset(name)
+    preset, _, changed = name.partition(", ")
+    config = EchoConfig.preset(preset)
     if name in AS_THEY_ARE:
         return config
+    if changed:
+        config = replace(config, ska=replace(config.ska, half_life=12.0, conv_kernel=4))
     return replace(
         config,
         dim=32,

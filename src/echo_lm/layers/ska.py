@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -11,17 +12,38 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from echo_lm.layers.conv import ConvState, ShortConv
 from echo_lm.layers.lift import ClebschGordanLift
 from echo_lm.layers.mamba2 import check_call
 from echo_lm.layers.parameters import no_weight_decay
 from echo_lm.layers.rotary import rotary_tables, rotate
 from echo_lm.ops import SKAState, ska
-from echo_lm.ops.ska.problem import Causal
+from echo_lm.ops.ska.problem import Causal, Relative
+from echo_lm.ops.state import TensorState
 
 Filter = Literal["bank", "power"]
 
 GAMMA_START = 1.05
 """Inside the paper's [1, 1.5]; at either end the gradient of a bounded parameter vanishes."""
+LEAST_KEPT = 1e-6
+"""Rounding must not take a decay to 0, which `ska` refuses."""
+NORM_EPS = 1e-5
+
+
+@dataclass
+class ConvolvedSKAState(TensorState):
+    """What a layer behind short convolutions remembers."""
+
+    conv: ConvState
+    ska: SKAState
+
+
+LayerState = SKAState | ConvolvedSKAState
+
+
+def memory_of(state: LayerState) -> SKAState:
+    """The sums of a layer, whether or not a convolution stands before them."""
+    return state.ska if isinstance(state, ConvolvedSKAState) else state
 
 
 class SpectralKoopmanAttention(nn.Module):
@@ -35,12 +57,18 @@ class SpectralKoopmanAttention(nn.Module):
             h mod (order + 1)); "power" is the paper's, the one order `order` scaled by gamma.
         order: The highest power K of the whitened operator.
         causal: "exact", "chunk" or False; see `ska`.
-        chunk_size: Chunk of "chunk".
-        ridge: The ridge at the start. 0.03 * rank if None, or 1e-3 if relative.
-        relative_ridge: Fix the ridge as a share of the largest key energy, as the paper does,
-            instead of learning it for each head.
+        chunk_size: Chunk of "chunk", and of forgetting.
+        ridge: The ridge at the start. 0.03 * rank if None; if relative, 1e-3 (0.01 of the trace).
+        relative_ridge: Fix the ridge as a share of the largest key energy, as the paper does
+            (True), or of tr(G) / r ("trace"), instead of learning it for each head.
         eta: The output's scale at the start.
         lift: Width N of rotary keys that pass through the Clebsch-Gordan lift; 0 for none.
+        half_life: Tokens after which half of the sums is left at the start; what is kept from one
+            chunk to the next is learned for each head. None: nothing fades.
+        conv_kernel: Taps of a causal depth-wise convolution over queries, keys and values; 0 for
+            none. What a mask leaves out of the memory still passes through it.
+        conv_silu: Whether the convolution ends in SiLU.
+        key_norm: Scale every key and query to length sqrt(rank): none is louder than another.
     """
 
     def __init__(
@@ -54,12 +82,17 @@ class SpectralKoopmanAttention(nn.Module):
         causal: Causal = "exact",
         chunk_size: int = 64,
         ridge: float | None = None,
-        relative_ridge: bool = False,
+        relative_ridge: Relative = False,
         eta: float = 1.5,
         lift: int = 0,
+        half_life: float | None = None,
+        conv_kernel: int = 0,
+        conv_silu: bool = True,
+        key_norm: bool = False,
     ) -> None:
         super().__init__()
         _check(dim, heads, rank, filter, order, ridge, lift)
+        _check_forgetting(half_life, causal)
         self.dim = dim
         self.heads, self.rank, self.value_dim = heads, rank, dim // heads
         self.causal, self.chunk_size = causal, chunk_size
@@ -70,17 +103,24 @@ class SpectralKoopmanAttention(nn.Module):
         self.k_proj = nn.Linear(dim, heads * key_dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
         self.out_proj = nn.Linear(dim, dim, bias=False)
+        width = 2 * heads * key_dim + dim
+        self.conv = ShortConv(width, conv_kernel, silu=conv_silu) if conv_kernel else None
         self.lift = ClebschGordanLift(lift, rank=rank, heads=heads) if lift else None
+        self.key_norm = key_norm
         self.eta = _spectral(torch.tensor(float(eta)))
         if filter == "bank":
             self.coef = _spectral(_one_hot_orders(heads, order))
         else:
             self.raw_gamma = _spectral(torch.tensor(_logit((GAMMA_START - 1) / 0.5)))
         if ridge is None:
-            ridge = 1e-3 if relative_ridge else 0.03 * rank
+            ridge = {False: 0.03 * rank, True: 1e-3, "trace": 1e-2}[relative_ridge]
         self.fixed_ridge = ridge if relative_ridge else None
         if not relative_ridge:
             self.raw_ridge = _spectral(torch.full((heads,), _inverse_softplus(ridge)))
+        self.raw_decay: nn.Parameter | None = None
+        if half_life is not None:
+            kept = max(0.5 ** (chunk_size / half_life), LEAST_KEPT)
+            self.raw_decay = _spectral(torch.full((heads,), _logit(kept)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -99,6 +139,13 @@ class SpectralKoopmanAttention(nn.Module):
         return F.softplus(self.raw_ridge.to(self._state_dtype))
 
     @property
+    def decay(self) -> Float[Tensor, " h"] | None:
+        """What each head keeps of its sums where a chunk begins; None if nothing fades."""
+        if self.raw_decay is None:
+            return None
+        return torch.sigmoid(self.raw_decay.to(self._state_dtype)).clamp_min(LEAST_KEPT)
+
+    @property
     def coefficients(self) -> Float[Tensor, "h order"]:
         """c_j of each head."""
         if self.filter == "bank":
@@ -108,34 +155,38 @@ class SpectralKoopmanAttention(nn.Module):
         powers[self.order] = 1
         return (gamma**self.order * powers).expand(self.heads, -1)
 
-    def init_state(self, batch: int) -> SKAState:
+    def init_state(self, batch: int) -> LayerState:
         device, dtype = self.k_proj.weight.device, self._state_dtype
-        return SKAState.init(
+        sums = SKAState.init(
             batch, self.heads, self.rank, self.value_dim, device=device, dtype=dtype
         )
+        if self.conv is None:
+            return sums
+        return ConvolvedSKAState(self.conv.init_state(batch), sums)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's state once it has begun."""
-        return SKAState.bytes_per_row(self.heads, self.rank, self.value_dim, self.causal)
+        sums = SKAState.bytes_per_row(self.heads, self.rank, self.value_dim, self.causal)
+        return sums + (0 if self.conv is None else self.conv.init_state(1).nbytes)
 
     def forward(
         self,
         x: Float[Tensor, "b t d"],
-        state: SKAState | None = None,
+        state: LayerState | None = None,
         *,
         lengths: Int[Tensor, " b"] | None = None,
         mask: Bool[Tensor, "b t"] | None = None,
         return_state: bool = True,
-    ) -> tuple[Float[Tensor, "b t d"], SKAState | None]:
+    ) -> tuple[Float[Tensor, "b t d"], LayerState | None]:
         """Answer every position; `mask` leaves positions out of the memory."""
-        check_call(x, self.dim, state, SKAState)
-        q, k, v = (
-            proj(x).unflatten(-1, (self.heads, -1))
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        check_call(x, self.dim, state, SKAState if self.conv is None else ConvolvedSKAState)
+        past = None if state is None else memory_of(state)
+        q, k, v, conv = self._projected(x, state, lengths)
         if self.lift is not None:
-            q, k = self._lifted(q, k, state)
+            q, k = self._lifted(q, k, past)
+        if self.key_norm:
+            q, k = (F.rms_norm(z, z.shape[-1:], eps=NORM_EPS) for z in (q, k))
         recall = partial(
             ska,
             q,
@@ -144,14 +195,32 @@ class SpectralKoopmanAttention(nn.Module):
             coef=self.coefficients,
             ridge=self.ridge,
             relative_ridge=self.relative_ridge,
+            decay=self.decay,
             causal=self.causal,
             chunk_size=self.chunk_size,
             mask=mask,
             lengths=lengths,
-            state=state,
+            state=past,
         )
-        y, new_state = recall(return_state=True) if return_state else (recall(), None)
-        return self.out_proj(self.eta.to(y.dtype) * y.flatten(-2)), new_state
+        y, sums = recall(return_state=True) if return_state else (recall(), None)
+        y = self.out_proj(self.eta.to(y.dtype) * y.flatten(-2))
+        if sums is None or conv is None:
+            return y, sums
+        return y, ConvolvedSKAState(conv, sums)
+
+    def _projected(
+        self, x: Tensor, state: LayerState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, ConvState | None]:
+        """Queries, keys and values of each head, and what the convolution remembers."""
+        parts = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        window = None
+        if self.conv is not None:
+            past = state.conv if isinstance(state, ConvolvedSKAState) else None
+            widths = [part.shape[-1] for part in parts]
+            mixed, window = self.conv(torch.cat(parts, dim=-1), past, lengths=lengths)
+            parts = list(mixed.split(widths, dim=-1))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)
+        return q, k, v, window
 
     def _lifted(self, q: Tensor, k: Tensor, state: SKAState | None) -> tuple[Tensor, Tensor]:
         """Turn keys and queries by their positions, then lift them to rank r."""
@@ -190,6 +259,16 @@ def _check(
         raise ValueError(f"order must be 0 or more, got {order}.")
     if ridge is not None and not ridge > 0:
         raise ValueError(f"ridge must be positive, got {ridge}; 0.03 * rank is a good start.")
+
+
+def _check_forgetting(half_life: float | None, causal: Causal) -> None:
+    if half_life is not None and not half_life > 0:
+        raise ValueError(f"half_life must be a positive number of tokens, got {half_life}.")
+    if half_life is not None and causal is False:
+        raise ValueError(
+            "causal=False lets all tokens see all, so that none is older than another; drop "
+            'half_life, or use causal="exact" or "chunk".'
+        )
 
 
 def _spectral(value: Tensor) -> nn.Parameter:

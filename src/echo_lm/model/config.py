@@ -24,25 +24,37 @@ class SKAConfig:
     causal: Literal["exact", "chunk", False] = "exact"
     chunk_size: int = 64
     ridge: float | None = None
-    relative_ridge: bool = False
+    relative_ridge: Literal[False, True, "trace"] = False
     eta: float = 1.5
     lift: int = 0
+    half_life: float | None = None
+    conv_kernel: int = 0
+    conv_silu: bool = True
+    key_norm: bool = False
 
     def __post_init__(self) -> None:
         _whole(self, "rank", "chunk_size")
-        _whole(self, "order", "lift", least=0)
+        _whole(self, "order", "lift", "conv_kernel", least=0)
         _positive(self, "eta")
         _one_of(self, "filter", "bank", "power")
         _one_of(self, "causal", "exact", "chunk", False)
-        _one_of(self, "relative_ridge", False, True)
-        if self.ridge is not None:
-            _positive(self, "ridge")
+        _one_of(self, "relative_ridge", False, True, "trace")
+        _one_of(self, "conv_silu", False, True)
+        _one_of(self, "key_norm", False, True)
+        for name in ("ridge", "half_life"):
+            if getattr(self, name) is not None:
+                _positive(self, name)
         if self.lift % 2:
             raise ValueError(f"lift must be 0 or an even width, got {self.lift}.")
         if self.relative_ridge and self.causal == "exact":
             raise ValueError(
-                'relative_ridge=True needs causal="chunk" or False, got "exact", which takes an '
-                "absolute ridge."
+                f'relative_ridge={self.relative_ridge!r} needs causal="chunk" or False, got '
+                '"exact", which takes an absolute ridge.'
+            )
+        if self.half_life is not None and self.causal is False:
+            raise ValueError(
+                f'half_life={self.half_life} needs causal="exact" or "chunk", got False, in which '
+                "no token is older than another."
             )
 
 

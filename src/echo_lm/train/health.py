@@ -9,15 +9,16 @@ from torch import Tensor
 
 from echo_lm.analysis.operator import conditioning
 from echo_lm.layers import SpectralKoopmanAttention
+from echo_lm.layers.ska import LayerState, memory_of
 from echo_lm.model.lm import EchoLM
-from echo_lm.ops import SKAState
+from echo_lm.ops.ska.problem import relative_scale
 
 
 @torch.inference_mode()
 def ska_health(model: EchoLM, tokens: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
     """For each SKA layer, by its name, after reading `tokens`: `lambda_min` and `condition` (the
-    worst of all rows and heads) of G + ridge I, and of each head the `ridge` and the filter's
-    `coefficients`."""
+    worst of all rows and heads) of G + ridge I, and of each head the `ridge`, the filter's
+    `coefficients` and, where sums fade, the `decay`."""
     names = {id(module): name for name, module in model.named_modules()}
     found = [(names[id(m)], i, m) for i, m in enumerate(model.mixers()) if _recalls(m)]
     if not found:
@@ -30,17 +31,21 @@ def _recalls(layer: Any) -> bool:
     return isinstance(layer, SpectralKoopmanAttention)
 
 
-def _of_layer(layer: SpectralKoopmanAttention, state: SKAState) -> dict[str, Any]:
+def _of_layer(layer: SpectralKoopmanAttention, state: LayerState) -> dict[str, Any]:
     # Many small matrices: a CPU is done before a GPU has begun.
-    gram, energy = state.gram.double().cpu(), state.key_energy.double().cpu()
-    ridge = layer.ridge.double().cpu() if isinstance(layer.ridge, Tensor) else layer.ridge * energy
-    ridge = ridge.expand(energy.shape)
+    memory = memory_of(state).to("cpu")
+    gram = memory.gram.double()
+    scale = relative_scale(layer.relative_ridge, gram, memory.key_energy.double())
+    ridge = layer.ridge.double().cpu() if isinstance(layer.ridge, Tensor) else layer.ridge * scale
+    ridge = ridge.expand(scale.shape)
     found = conditioning(gram, ridge)
+    fading = {} if layer.decay is None else {"decay": _rounded(layer.decay)}
     return {
         "lambda_min": float(found.smallest.min()),
         "condition": float(found.condition.max()),
         "ridge": _rounded(ridge.mean(0)),
         "coefficients": _rounded(layer.coefficients),
+        **fading,
     }
 
 
