@@ -398,3 +398,51 @@ def test_compiles_to_one_graph_that_is_the_same_map(name: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_stream_can_be_watched_and_begun_by_hand(name: str) -> None:
+    model = small_model(name)
+    tokens, mask = random_tokens(model, 3, 14), padded("left", 3, 14)
+    whole = model(tokens, attention_mask=mask, return_state=True)
+    x = model.embedding(tokens)
+    reading = model.read(x, attention_mask=mask, return_stream=True)
+    assert torch.equal(model.head(reading.hidden), whole.logits)
+    assert_same_state(reading.state, whole.state)
+    assert len(reading.stream) == len(model.blocks)
+    assert torch.equal(reading.stream[0], x)
+    last = model.blocks[-1](
+        reading.stream[-1], None, lengths=None, statistics_mask=None, return_state=False
+    )[0]
+    unpadded = mask.bool().all(1)
+    assert unpadded.any()
+    assert torch.equal(model.norm(last)[unpadded], reading.hidden[unpadded])
+
+
+def kept_for_the_way_back(model: EchoLM, tokens: Tensor) -> tuple[int, tuple[Tensor, ...]]:
+    """Bytes that autograd keeps beside the parameters, and the gradients."""
+    ours = {p.data_ptr() for p in model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        if t.data_ptr() not in ours:
+            sizes[t.data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = model(tokens, labels=tokens).loss
+        kept = sum(sizes.values())
+    return kept, torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_blocks_computed_again_give_the_same_gradients_and_keep_less(name: str) -> None:
+    model = small_model(name, grad=True).train()
+    tokens = random_tokens(model, 2, 40)
+    kept, wanted = kept_for_the_way_back(model, tokens)
+    model.recompute_blocks()
+    kept_again, got = kept_for_the_way_back(model, tokens)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert kept_again < kept / 3
+    model.recompute_blocks(False)
+    assert kept_for_the_way_back(model, tokens)[0] == kept

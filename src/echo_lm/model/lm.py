@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from echo_lm.layers import (
     Attention,
@@ -38,8 +41,22 @@ class EchoOutput:
     state: EchoState | None = None
 
 
+@dataclass
+class Reading:
+    """What the blocks made of a text."""
+
+    hidden: Float[Tensor, "b t d"]
+    """Behind the last norm; the head makes logits of it."""
+    state: EchoState | None
+    stream: tuple[Float[Tensor, "b t d"], ...]
+    """What went into each block, if asked for."""
+
+
 class Block(nn.Module):
     """A sequence layer (or several) and a feed-forward layer, each behind a norm."""
+
+    checkpoint: Callable[..., Any] | None = None
+    """Runs a function so that its insides are computed again on the way back, not kept."""
 
     def __init__(self, config: EchoConfig, kind: str) -> None:
         super().__init__()
@@ -51,6 +68,22 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if self.mlp else None
 
     def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        states: list[TensorState] | None,
+        *,
+        lengths: Int[Tensor, " b"] | None,
+        statistics_mask: Bool[Tensor, "b t"] | None,
+        return_state: bool,
+    ) -> tuple[Float[Tensor, "b t d"], list[TensorState]]:
+        run = partial(
+            self._run, lengths=lengths, statistics_mask=statistics_mask, return_state=return_state
+        )
+        if self.checkpoint is None or not (self.training and torch.is_grad_enabled()):
+            return run(x, states)
+        return self.checkpoint(run, x, states)
+
+    def _run(
         self,
         x: Float[Tensor, "b t d"],
         states: list[TensorState] | None,
@@ -130,41 +163,43 @@ class EchoLM(nn.Module):
         self._check(input_ids, labels, state, attention_mask, statistics_mask)
         if logits_to_keep is not None and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be 0 or more, got {logits_to_keep}.")
-        input_ids = input_ids.long()
+        reading = self.read(
+            self.embedding(input_ids.long()),
+            state,
+            attention_mask=attention_mask,
+            statistics_mask=statistics_mask,
+            return_state=return_state,
+        )
+        logits, loss = self._predict(reading.hidden, labels, attention_mask, logits_to_keep)
+        return EchoOutput(logits, loss, reading.state)
+
+    def read(
+        self,
+        x: Float[Tensor, "b t d"],
+        state: EchoState | None = None,
+        *,
+        attention_mask: Int[Tensor, "b t"] | None = None,
+        statistics_mask: Bool[Tensor, "b t"] | None = None,
+        return_state: bool = True,
+        return_stream: bool = False,
+    ) -> Reading:
+        """Run the blocks on tokens that are embedded already; the rest is as in `forward`."""
         rows = None if attention_mask is None else Alignment.of(attention_mask)
         lengths = None
         if rows is not None:
-            lengths, input_ids = rows.lengths, rows.align(input_ids)
-            labels = None if labels is None else rows.align(labels)
-            if labels is not None:
-                labels = labels.masked_fill(rows.padding, IGNORED_LABEL)
+            lengths, x = rows.lengths, rows.align(x)
             if statistics_mask is not None:
                 statistics_mask = rows.align(statistics_mask)
-        x, new_states = self._read(input_ids, state, lengths, statistics_mask, return_state)
-        logits, loss = self._predict(self.norm(x), labels, rows, logits_to_keep)
-        if not return_state:
-            return EchoOutput(logits, loss)
-        before = input_ids.new_zeros(len(input_ids)) if state is None else state.count
-        count = before + (input_ids.shape[1] if lengths is None else lengths)
-        return EchoOutput(logits, loss, EchoState(tuple(new_states), count))
-
-    def _read(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        state: EchoState | None,
-        lengths: Int[Tensor, " b"] | None,
-        statistics_mask: Bool[Tensor, "b t"] | None,
-        return_state: bool,
-    ) -> tuple[Float[Tensor, "b t d"], list[TensorState]]:
-        """Run the blocks."""
-        x = self.embedding(input_ids)
         past = None if state is None else list(state.layers)
         new_states: list[TensorState] = []
+        stream: list[Tensor] = []
         for block in self.blocks:
             here = None
             if past is not None:
                 depth = len(cast(Block, block).mixers)
                 here, past = past[:depth], past[depth:]
+            if return_stream:
+                stream.append(x if rows is None else rows.restore(x))
             x, states = block(
                 x,
                 here,
@@ -173,23 +208,31 @@ class EchoLM(nn.Module):
                 return_state=return_state,
             )
             new_states += states
-        return x, new_states
+        hidden = self.norm(x) if rows is None else rows.restore(self.norm(x))
+        if not return_state:
+            return Reading(hidden, None, tuple(stream))
+        before = torch.zeros_like(x[:, 0, 0], dtype=torch.int64) if state is None else state.count
+        count = before + (x.shape[1] if lengths is None else lengths)
+        return Reading(hidden, EchoState(tuple(new_states), count), tuple(stream))
 
     def _predict(
         self,
         x: Float[Tensor, "b t d"],
         labels: Int[Tensor, "b t"] | None,
-        rows: Alignment | None,
+        attention_mask: Int[Tensor, "b t"] | None,
         keep: int | None,
     ) -> tuple[Float[Tensor, "b kept vocab"], Float[Tensor, ""] | None]:
-        """Logits and loss. Labels are aligned as `x` is; logits stand where their tokens stood."""
+        """Logits and loss. Where there is padding, a token's next one is the next that is none."""
+        logits = self.head(x if keep is None else x[:, max(0, x.shape[1] - keep) :])
+        if labels is None:
+            return logits, None
+        rows = None if attention_mask is None else Alignment.of(attention_mask)
+        if rows is not None:
+            labels = rows.align(labels).masked_fill(rows.padding, IGNORED_LABEL)
         if keep is None:
-            logits = self.head(x)
-            loss = None if labels is None else next_token_loss(logits, labels)
-            return logits if rows is None else rows.restore(logits), loss
-        loss = None if labels is None else next_token_loss_in_pieces(x, self.head.weight, labels)
-        x = x if rows is None else rows.restore(x)
-        return self.head(x[:, max(0, x.shape[1] - keep) :]), loss
+            return logits, next_token_loss(logits if rows is None else rows.align(logits), labels)
+        x = x if rows is None else rows.align(x)
+        return logits, next_token_loss_in_pieces(x, self.head.weight, labels)
 
     def stream(
         self, input_ids: Int[Tensor, "b t"], **options: Unpack[GenerationOptions]
@@ -203,6 +246,12 @@ class EchoLM(nn.Module):
         """The prompt followed by new tokens; greedy unless `do_sample=True`."""
         new = list(self.stream(input_ids, **options))
         return torch.cat([input_ids, torch.stack(new, dim=1)], dim=1)
+
+    def recompute_blocks(self, on: bool = True) -> None:
+        """In training, keep only what goes into each block and compute the rest again on the way
+        back: less memory, more time."""
+        for block in self.blocks:
+            cast(Block, block).checkpoint = partial(checkpoint, use_reentrant=False) if on else None
 
     def mixers(self) -> list[Any]:
         """The sequence layers in order: one for each layer of an `EchoState`."""

@@ -27,14 +27,17 @@ class Alignment:
             return None
         return cls(torch.argsort(~real, dim=1, stable=True), real.sum(1))
 
-    def align(self, x: Shaped[Tensor, "b t"]) -> Shaped[Tensor, "b t"]:
-        return x.gather(1, self.order)
+    def align(self, x: Shaped[Tensor, "b t *d"]) -> Shaped[Tensor, "b t *d"]:
+        return _pick(x, self.order)
 
-    def restore(self, x: Shaped[Tensor, "b t d"]) -> Shaped[Tensor, "b t d"]:
-        back = torch.argsort(self.order, dim=1).unsqueeze(-1).expand_as(x)
-        return x.gather(1, back)
+    def restore(self, x: Shaped[Tensor, "b t *d"]) -> Shaped[Tensor, "b t *d"]:
+        return _pick(x, torch.argsort(self.order, dim=1))
 
     @property
     def padding(self) -> Shaped[Tensor, "b t"]:
         """True where there is no token, after alignment."""
         return torch.arange(self.order.shape[1], device=self.order.device) >= self.lengths[:, None]
+
+
+def _pick(x: Shaped[Tensor, "b t *d"], places: Int[Tensor, "b t"]) -> Shaped[Tensor, "b t *d"]:
+    return x.gather(1, places.view(*places.shape, *[1] * (x.dim() - 2)).expand_as(x))
