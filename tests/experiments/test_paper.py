@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from echo_lm.experiments import transfer
+from echo_lm.experiments import length, mqar, transfer
 from echo_lm.experiments.base import Experiment, Finished, Scale, Settings
 from echo_lm.experiments.runner import reproduce
 
@@ -67,3 +67,38 @@ def test_transfer_puts_a_number_beside_the_papers_of_the_same_model_and_length()
         *("SSM", "paper's", "SSM+SKA (paper)", "paper's", "SSM+SKA (ours)")
     ]
     assert list(table.rows[0]) == ["4", "1,024", "25.0", "47.0", "50.0", "81.0", "75.0"]
+
+
+def test_length(tmp_path: Path) -> None:
+    brief = briefly(length.Length(), lengths=[64], **{"lengths for ours": [1500]})
+    report, records = run(brief, tmp_path)
+    assert len(records) == len(length.models())
+    assert "as at 64." in report
+    ours = next(r for r in records if r["settings"]["model"] == length.OURS)
+    assert [point["length"] for point in ours["numbers"]["readings"]] == [64, 64, 1500, 1500]
+
+
+def test_length_has_the_papers_numbers_beside_one_needle_only() -> None:
+    readings = [{"needles": n, "length": 2048, "accuracy": 0.5} for n in (1, 4)]
+    done = [Finished({"model": "SSM+Attn"}, 0, {"readings": readings})]
+    assert list(length.table_of(done, 1).rows) == [["2,048", "50.0", "42.5"]]
+    assert list(length.table_of(done, 4).rows) == [["2,048", "50.0"]]
+
+
+@pytest.mark.parametrize("grid", [mqar.MQARSmall(), mqar.MQAR50M()])
+def test_mqar(grid: mqar.MQARGrid, tmp_path: Path) -> None:
+    brief = briefly(grid)
+    brief.cells = lambda scale: [{"model": m, "pairs": 4, "gap": 8} for m in grid.models]
+    report, records = run(brief, tmp_path)
+    assert len(records) == len(grid.models)
+    assert "**Steps to 99%**" in report
+    assert "| never |" in report
+
+
+def test_mqar_cells_cover_the_papers_grid() -> None:
+    cells = mqar.MQAR50M().cells("full")
+    assert len(cells) == 5 * 4 * 4
+    assert {(cell["pairs"], cell["gap"]) for cell in cells} >= {(4, 64), (32, 4096)}
+    assert mqar.said("SSM+Attn", 4, 4096, 4096) == "< 100"
+    assert mqar.said("SSM+Attn", 8, 4096, 4096) == "100"
+    assert mqar.said("Echo", 8, 4096, 4096) is None

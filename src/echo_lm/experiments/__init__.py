@@ -5,12 +5,22 @@ from __future__ import annotations
 from echo_lm.experiments.base import Experiment
 from echo_lm.experiments.capacity import Capacity
 from echo_lm.experiments.conditioning import Conditioning
+from echo_lm.experiments.length import Length
+from echo_lm.experiments.mqar import MQAR50M, MQARSmall
 from echo_lm.experiments.persistence import Persistence
 from echo_lm.experiments.transfer import Transfer
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
-    for experiment in (Transfer(), Conditioning(), Persistence(), Capacity())
+    for experiment in (
+        Transfer(),
+        Length(),
+        MQARSmall(),
+        MQAR50M(),
+        Conditioning(),
+        Persistence(),
+        Capacity(),
+    )
 }
 
 
