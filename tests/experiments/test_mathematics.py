@@ -11,12 +11,15 @@ import torch
 from rich.console import Console
 from torch.testing import assert_close
 
-from echo_lm.analysis.operator import departure_from_normality
-from echo_lm.analysis.ridge import filter_error_bound
-from echo_lm.experiments import capacity, conditioning, find, persistence
+from echo_lm.analysis.gradients import attention_jacobian
+from echo_lm.analysis.operator import departure_from_normality, sums
+from echo_lm.analysis.ridge import filter_error_bound, readout
+from echo_lm.experiments import capacity, conditioning, find, gradients, persistence, precision
 from echo_lm.experiments.runner import reproduce
+from echo_lm.layers.rotary import rotary_tables, rotate
+from echo_lm.ops import ska
 
-NAMES = ("conditioning", "persistence", "capacity")
+NAMES = ("conditioning", "persistence", "capacity", "gradients", "precision")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -138,3 +141,77 @@ def test_a_crossing_is_found_where_two_lines_cross() -> None:
     assert persistence.crossing(levels, levels, flat) == pytest.approx(0.2, rel=1e-6)
     assert persistence.crossing(levels, levels, 0.95 * levels) is None
     assert persistence.crossing(levels, levels, 0.5 * levels) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("mixer", ["attention", "SKA order 0", "SKA order 2"])
+def test_the_query_path_is_the_jacobian_of_appendix_j(mixer: str) -> None:
+    layer = gradients.MIXERS[mixer](8, 1, 3.0)
+    gradients.hold(layer.k_proj, layer.v_proj)
+    x = torch.randn(1, 12, 8, dtype=torch.float64)
+    (found,) = gradients.jacobians(gradients.read([layer], x.expand(8, -1, -1), residual=False))
+    found = found.unflatten(1, (12, 8))
+    assert_close(found[:, :-1], torch.zeros_like(found[:, :-1]))
+
+    def turned(y: torch.Tensor) -> torch.Tensor:
+        cos, sin = rotary_tables(torch.arange(12)[None], 8, dtype=y.dtype)
+        return rotate(y[:, :, None], cos, sin)[0, :, 0] if mixer == "attention" else y[0]
+
+    def last_query(token: torch.Tensor) -> torch.Tensor:
+        return turned(layer.q_proj(gradients.normed(torch.cat([x[:, :-1], token[None, None]], 1))))[
+            -1
+        ]
+
+    read = gradients.normed(x)
+    keys, values = turned(layer.k_proj(read)), layer.v_proj(read)[0]
+    if mixer == "attention":
+        head = attention_jacobian(last_query(x[0, -1]), keys, values, 8**-0.5)
+    else:
+        ridge = layer.ridge[0]
+        head = layer.eta * readout(sums(keys, values), layer.coefficients[0].double(), ridge)
+    size = layer(read)[0].square().mean().sqrt()
+    to_query = torch.autograd.functional.jacobian(last_query, x[0, -1])
+    assert_close(
+        found[:, -1], layer.out_proj.weight @ head @ to_query / size, rtol=1e-8, atol=1e-10
+    )
+
+
+def test_saturated_attention_passes_nothing_through_its_queries() -> None:
+    protocol = {"dim": 8, "heads": 1, "depth": 2, "tokens": 12}
+    query_paths = gradients.VIEWS["query paths"]
+    found = gradients.measure(protocol, "attention", 1e4, query_paths)
+    assert found["largest weight"] > 1 - 1e-6
+    assert max(found["norm"]) < 1e-6
+    blocks = gradients.measure(protocol, "attention", 1e4, gradients.VIEWS["blocks"])
+    assert min(blocks["norm"]) > 0.5
+
+
+def test_tf32_rounds_to_nearest_with_ties_to_even() -> None:
+    ulp = 2.0**-10
+    given = torch.tensor(
+        [1.0, 1 + ulp / 2, 1 + 1.5 * ulp, 1 + 0.51 * ulp, -1 - 0.49 * ulp, 2.0**-130]
+    )
+    wanted = torch.tensor([1.0, 1.0, 1 + 2 * ulp, 1 + ulp, -1.0, 2.0**-130])
+    assert_close(precision.to_tf32(given), wanted, rtol=0, atol=0)
+    strange = torch.tensor([math.inf, -math.inf, math.nan])
+    assert_close(precision.to_tf32(strange), strange, equal_nan=True)
+    many = torch.randn(1000)
+    assert bool(((precision.to_tf32(many) - many).abs() <= ulp / 2 * many.abs()).all())
+
+
+def test_the_memory_in_fp32_is_the_one_that_decodes() -> None:
+    protocol = find("precision").protocol("smoke")
+    memory = precision.Memory(precision.ARITHMETIC["fp32"], protocol)
+    truth = precision.Truth(protocol)
+    read = []
+    for chunk in precision.Streams(0, protocol["rank"], protocol["value width"]).chunks(64, 192):
+        memory.rebuild()
+        memory.read(*chunk)
+        truth.read(*chunk)
+        read.append(chunk)
+    keys, values = (torch.cat(parts, 1)[:, :, None] for parts in zip(*read, strict=True))
+    how = {"coef": torch.ones(1, 1), "ridge": protocol["ridges"][1], "backend": "recurrent"}
+    _, state = ska(keys, keys, values, **how, return_state=True)
+    for sum_here, name in ((memory.gram, "gram"), (memory.lag, "lag"), (memory.value, "value")):
+        assert_close(sum_here, getattr(state, name)[:, 0], rtol=1e-5, atol=1e-5)
+        assert_close(getattr(truth.sums, name).float(), sum_here, rtol=1e-4, atol=1e-4)
+    assert_close(memory.inverse[0, 1], state.inverse[:, 0], rtol=1e-4, atol=1e-4)

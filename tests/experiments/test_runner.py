@@ -124,3 +124,12 @@ def test_an_unknown_experiment_is_named() -> None:
 def test_no_seed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
         go(Squares(), tmp_path, seeds=0)
+
+
+def test_a_bar_inside_a_cell_does_not_end_it() -> None:
+    table = Table("", ["|q|", "y"], [["1", "|k|²"]])
+    assert table.markdown().splitlines()[2:] == [
+        r"| \|q\| | y |",
+        "| --- | ---: |",
+        r"| 1 | \|k\|² |",
+    ]

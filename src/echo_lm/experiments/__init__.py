@@ -5,9 +5,11 @@ from __future__ import annotations
 from echo_lm.experiments.base import Experiment
 from echo_lm.experiments.capacity import Capacity
 from echo_lm.experiments.conditioning import Conditioning
+from echo_lm.experiments.gradients import Gradients
 from echo_lm.experiments.length import Length
 from echo_lm.experiments.mqar import MQAR50M, MQARSmall
 from echo_lm.experiments.persistence import Persistence
+from echo_lm.experiments.precision import Precision
 from echo_lm.experiments.transfer import Transfer
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -20,6 +22,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         Conditioning(),
         Persistence(),
         Capacity(),
+        Gradients(),
+        Precision(),
     )
 }
 

@@ -48,7 +48,9 @@ class Table:
 
     def markdown(self) -> str:
         ruler = ["---", *["---:"] * (len(self.header) - 1)]
-        lines = [f"| {' | '.join(row)} |" for row in (self.header, ruler, *self.rows)]
+        # A bar inside a cell, as in |q|, would end it.
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in (self.header, *self.rows)]
+        lines = [f"| {' | '.join(row)} |" for row in (rows[0], ruler, *rows[1:])]
         return "\n".join([f"**{self.title}**", "", *lines])
 
 

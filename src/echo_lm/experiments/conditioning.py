@@ -326,7 +326,7 @@ def draw_rounding(done: Sequence[Finished], ax: Any) -> None:
             band(ax, conditions(done), curve(cells, "rounding", form), **look)
         ax.axhline(limit(cells[0]), color="black", linewidth=0.8)
         name = f"ε (1 + |k|²/λ), λ = {ridge:.0e}"
-        ax.text(1e6, 0.5 * limit(cells[0]), name, ha="right", fontsize=7)
+        ax.text(1, 0.45 * limit(cells[0]), name, fontsize=7)
     ax.set(
         xscale="log",
         yscale="log",

@@ -157,13 +157,14 @@ def render(
     again = f"echo-lm reproduce {experiment.name} --scale {scale} --seeds {seeds}"
     missing = "" if len(done) == total else f" **{total - len(done)} of {total} have not run yet.**"
     machines = {r["hardware"]["accelerator"] or r["hardware"]["processor"] for r in records}
-    protocol = ", ".join(f"{k} {v}" for k, v in experiment.protocol(scale).items())
+    protocol = "\n".join(f"- {k}: {v}" for k, v in experiment.protocol(scale).items())
     parts = [
         f"# {experiment.title}",
         f"{experiment.source}. {len(done)} cells on {', '.join(sorted(machines))}; each is a file "
         f"in `{CELLS}` with its settings, seed, commit, machine and curves.{missing}",
         f"    {again}",
-        f"Protocol: {protocol}.",
+        "Protocol:",
+        protocol,
         *(table.markdown() for table in experiment.tables(done)),
         *experiment.remarks(done),
         f"![{experiment.title}]({FIGURE})",
