@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import nn
 
 from echo_lm import __version__
+from echo_lm.analysis.memory import cache_crossover
 from echo_lm.layers import SpectralKoopmanAttention
 from echo_lm.model.config import EchoConfig
 from echo_lm.model.lm import EchoLM
@@ -121,10 +122,9 @@ def crossovers(model: EchoLM) -> list[str]:
     lines = []
     if ska:
         r, P = ska[0].rank, ska[0].value_dim
-        paper = (2 * r**2 + P * r + r + 1) / (r + P)
         lines.append(
             f"One SKA head against a cache of keys of width {r} and values of width {P}, counting "
-            f"numbers as Appendix I does: more than {math.floor(paper):,} tokens."
+            f"numbers as Appendix I does: more than {math.floor(cache_crossover(r, P)):,} tokens."
         )
         tokens = ska[0].state_bytes // cache_bytes_per_token(model)
         lines.append(

@@ -10,7 +10,7 @@ from echo_lm.analysis.operator import Sums
 from echo_lm.analysis.perturbation import norm
 from echo_lm.analysis.ridge import ridge_readout
 
-SILU_SLOPE = 1.0998393194
+SILU_SLOPE = 1.099839320128867
 """max |SiLU'|, at x = 2.3994 (Proposition J.8)"""
 
 
@@ -23,6 +23,15 @@ def effective_rank(a: Float[Tensor, "*b m n"]) -> Float[Tensor, "*b"]:
     total = singular.sum(-1, keepdim=True)
     shares = singular / total.clamp_min(torch.finfo(a.dtype).tiny)
     return torch.special.entr(shares).sum(-1).exp() * (total[..., 0] > 0)
+
+
+def head_rank_bound(weight: Float[Tensor, "v d"]) -> int:
+    """rank(W - 1 w') with the mean row w of the LM head W, for the gradient G_L W of hidden states.
+
+    Sharper than rank(W) (Proposition J.1): each row of G_L, the gradient of a cross-entropy in the
+    logits, sums to zero. Below the width d only if the vocabulary is at most d or W is singular.
+    """
+    return int(torch.linalg.matrix_rank(weight - weight.mean(0)))
 
 
 def softmax_covariance(weights: Float[Tensor, "*b t"]) -> Float[Tensor, "*b t t"]:
@@ -46,6 +55,8 @@ def softmax_bound(peak: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
     Below both 1/2 (Proposition J.2) and 2 (1 - m) (Corollary J.3), and attained by two tokens: the
     row of weight a in |S| sums to 2 a (1 - a), and a weight that is not m is at most m and 1 - m.
+    At most twice |S|, which has m (1 - m) on its diagonal: so |S| is as small for a diffuse softmax
+    (m near 0) as for a saturated one.
     """
     return 2 * peak * (1 - peak)
 
@@ -93,3 +104,18 @@ def koopman_mlp_jacobian(
     a = lift @ x
     slope = torch.sigmoid(a) * (1 + a * (1 - torch.sigmoid(a)))
     return readout @ rotation @ (slope[:, None] * lift)
+
+
+def paper_depth_bound(branches: Float[Tensor, "*b layers"]) -> Float[Tensor, "*b"]:
+    """Theorem J.9: the product of |J_j|, for |g| below over |g| above, were there no residual."""
+    return branches.prod(-1)
+
+
+def depth_bound(branches: Float[Tensor, "*b layers"]) -> Float[Tensor, "*b"]:
+    """The same for blocks x + branch(x), whose Jacobian is I + J: the product of 1 + |J_j|."""
+    return (1 + branches).prod(-1)
+
+
+def depth_floor(branches: Float[Tensor, "*b layers"]) -> Float[Tensor, "*b"]:
+    """What |g| below over |g| above cannot fall under: the product of 1 - |J_j|, or 0."""
+    return (1 - branches).clamp_min(0).prod(-1)

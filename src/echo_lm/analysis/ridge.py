@@ -88,7 +88,8 @@ def isotropy_bound(
 ) -> Float[Tensor, "*b"]:
     """|C| (kappa - 1) / (kappa + 1): `distance_to_ridge` for queries of length 1 stays below (I.6).
 
-    From above only: for orthogonal keys of one length it is 0, whatever kappa is.
+    From above only: for orthogonal keys of one length it is 0, whatever kappa is. Attained for
+    C = I by a query in equal parts, once whitened, of the largest and the smallest direction.
     """
     eigenvalues = torch.linalg.eigvalsh(regularised(gram, ridge))
     smallest, largest = eigenvalues[..., 0], eigenvalues[..., -1]
@@ -99,7 +100,10 @@ def isotropy_bound(
 def distance_to_ridge(
     queries: Float[Tensor, "*b n r"], sums: Sums, ridge: Float[Tensor, "*b"] | float
 ) -> Float[Tensor, "*b n"]:
-    """min over a >= 0 of |C q - a C (G + ridge I)^-1 q|: linear attention's error after scaling."""
+    """min over a >= 0 of |C q - a C (G + ridge I)^-1 q|: linear attention's error after scaling.
+
+    The paper takes a > 0, for which there is no smallest one where the two answers are opposed.
+    """
     linear = queries @ sums.value.mT
     ridged = queries @ ridge_readout(sums.gram, sums.value, ridge).mT
     energy = ridged.square().sum(-1).clamp_min(torch.finfo(ridged.dtype).tiny)
@@ -117,7 +121,11 @@ def filter_error_bound(
 def contraction_error_bound(
     delta: float, rho: float, order: int, persistent: float, transient: float
 ) -> float:
-    """The same for |A_w| <= 1, which always holds: |l^K - 1| <= K |l - 1| if |l| <= 1."""
+    """The same for |A_w| <= 1, which always holds: |l^K - 1| <= K |l - 1| if |l| <= 1.
+
+    A_w need not be normal if delta is |(A_w - I) q_pers| / |q_pers| and rho^K stands for
+    |A_w^K q_trans| / |q_trans|: A^K - I is the sum of A^j (A - I) for j < K.
+    """
     return order * delta * persistent + rho**order * transient
 
 
@@ -132,3 +140,13 @@ def filter_crossover(delta: float, rho: float, order: int) -> float:
 def contraction_crossover(delta: float, rho: float, order: int) -> float:
     """`filter_crossover` with `contraction_error_bound`, so never above it."""
     return order * delta / (1 - rho**order)
+
+
+def error_crossover(delta: float, rho: float, order: int, slack: float) -> float:
+    """`filter_crossover` for errors, not bounds: above it order K has the smaller error.
+
+    `slack` is |C L^-T| |q_trans| / |C L^-T q_trans|, by which the error without filter is below its
+    bound; at most the condition number of C L^-T. Infinite where rho^K leaves nothing to gain.
+    """
+    room = 1 / slack - rho**order
+    return ((1 + delta) ** order - 1) / room if room > 0 else float("inf")
