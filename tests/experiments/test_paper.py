@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from echo_lm.experiments import length, mqar, transfer
+from echo_lm.experiments import appendix, length, mqar, transfer
 from echo_lm.experiments.base import Experiment, Finished, Scale, Settings
 from echo_lm.experiments.runner import reproduce
 
@@ -102,3 +102,34 @@ def test_mqar_cells_cover_the_papers_grid() -> None:
     assert mqar.said("SSM+Attn", 4, 4096, 4096) == "< 100"
     assert mqar.said("SSM+Attn", 8, 4096, 4096) == "100"
     assert mqar.said("Echo", 8, 4096, 4096) is None
+
+
+def test_mamba3_on_the_appendix_tasks(tmp_path: Path) -> None:
+    experiment = appendix.CoTRetrievalExperiment()
+    brief = briefly(experiment)
+    brief.cells = lambda scale: [c for c in experiment.cells(scale) if c["tier"] == "easy"]
+    report, records = run(brief, tmp_path)
+    assert len(records) == len(appendix.VARIANTS)
+    assert "Without the action mask, easy:" in report
+    row = next(line for line in report.splitlines() if line.startswith("| + CG + SKA, η = 2.5 |"))
+    assert row.endswith("| 100 | 500 |")
+    told = {r["settings"]["model"]: r["numbers"]["training"]["gradient norm"] for r in records}
+    assert told["+ CG + SKA, η = 1.5"] != told["+ CG + SKA, η = 1.5, no mask"]
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        appendix.ToolCallingExperiment(),
+        appendix.ResourceEconomyExperiment(),
+        appendix.SpecificRecallExperiment(),
+    ],
+)
+def test_every_appendix_task_runs_in_its_hard_tier(
+    experiment: appendix.Mamba3Experiment, tmp_path: Path
+) -> None:
+    brief = briefly(experiment)
+    brief.cells = lambda scale: [{"model": "+ SKA (ours), no mask", "tier": "hard"}]
+    report, _ = run(brief, tmp_path)
+    assert "**HARD: accuracy in percent**" in report
+    assert "paper's" not in report

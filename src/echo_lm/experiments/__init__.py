@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from echo_lm.experiments.appendix import (
+    CoTRetrievalExperiment,
+    ResourceEconomyExperiment,
+    SpecificRecallExperiment,
+    ToolCallingExperiment,
+)
 from echo_lm.experiments.base import Experiment
 from echo_lm.experiments.capacity import Capacity
 from echo_lm.experiments.conditioning import Conditioning
@@ -19,6 +25,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         Length(),
         MQARSmall(),
         MQAR50M(),
+        ToolCallingExperiment(),
+        ResourceEconomyExperiment(),
+        CoTRetrievalExperiment(),
+        SpecificRecallExperiment(),
         Conditioning(),
         Persistence(),
         Capacity(),
