@@ -58,6 +58,17 @@ def paired(names: Names, answers: Sequence[int]) -> set[int]:
     return set(range(2 * len(answers)))
 
 
+def last_follower(names: Names) -> str:
+    return followers(names, names[-1])[-1]
+
+
+def last_pairs(names: Names, answers: Sequence[int]) -> set[int]:
+    """Where each key that is asked for stood last before the questions."""
+    context = names[: answers[0] - 1]
+    starts = [len(context) - 1 - context[::-1].index(names[place - 1]) for place in answers]
+    return {place for start in starts for place in (start, start + 1)}
+
+
 def asked(text: str, pattern: str) -> tuple[str, int]:
     """Of which name the text ends in asking, and which digit."""
     found = re.search(rf"\?({pattern})=(\d?)$", text)
@@ -123,6 +134,7 @@ def first_assignments(count: int) -> Callable[[Names, Sequence[int]], set[int]]:
 
 SOLVERS = {
     "mqar": Solver(only_follower, words_before),
+    "overwritten": Solver(last_follower, last_pairs),
     "zoology": Solver(first_follower, paired),
     "system-prompt": Solver(only_follower, words_before),
     "tool-trace": Solver(only_follower, words_before),

@@ -21,6 +21,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mqar", {"pairs": 32, "gap": 4096}),
     ("mqar", {"pairs": 8, "gap": 0}),
     ("mqar", {"pairs": 4, "gap": 48, "queries": 1}),
+    ("overwritten", {"pairs": 4, "rounds": 3, "gap": 8}),
+    ("overwritten", {"pairs": 32, "rounds": 1, "gap": 0}),
     ("zoology", {"pairs": 4, "length": 64}),
     ("zoology", {"pairs": 16, "length": 64, "filler": "zero"}),
     ("zoology", {"pairs": 64, "length": 256}),
@@ -80,11 +82,12 @@ def test_a_reader_answers_everything(name: str, how: dict[str, Any], split: Any)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_reader_answers_everything_whatever_the_settings(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(list(TASKS)[:7]))
+    name = data.draw(st.sampled_from(list(TASKS)[:8]))
     pairs = data.draw(st.integers(2, 20))
     room = data.draw(st.integers(0, 60))
     spare = {
         "mqar": lambda: {"gap": room},
+        "overwritten": lambda: {"gap": room % 8, "rounds": 1 + room % 3},
         "zoology": lambda: {"length": 4 * pairs + 2 * room},
         "system-prompt": lambda: {"length": 2 * pairs + 8 + room},
         "tool-trace": lambda: {"length": 3 * pairs + 8 + room},
@@ -98,6 +101,7 @@ def test_a_reader_answers_everything_whatever_the_settings(data: st.DataObject) 
 
 SMALL: list[tuple[str, dict[str, Any], float]] = [
     ("mqar", {"pairs": 4, "gap": 8}, 1 / 32),
+    ("overwritten", {"pairs": 4, "rounds": 2, "gap": 2}, 1 / 32),
     ("zoology", {"pairs": 4, "length": 32}, 0.002),
     ("system-prompt", {"pairs": 4, "length": 32}, 1 / 64),
     ("tool-trace", {"pairs": 4, "length": 32}, 1 / 64),
@@ -178,6 +182,7 @@ def test_lengths_are_within_the_papers(tier: str, name: str, most: int) -> None:
         ("mqar", {"pairs": 33}, "pairs must be a whole number between 1 and 32, got 33."),
         ("mqar", {"pairs": 4, "queries": 5}, "queries must be .* between 1 and 4, got 5."),
         ("mqar", {"gap": -1}, "gap must be a whole number at least 0, got -1."),
+        ("overwritten", {"rounds": 0}, "rounds must be a whole number at least 1, got 0."),
         ("mqar", {"gap": 1.5}, "gap must be a whole number at least 0, got 1.5."),
         ("zoology", {"pairs": 17}, "length must be .* at least 68, four for each pair, got 64."),
         ("zoology", {"length": 65}, "length must be even"),
@@ -191,7 +196,7 @@ def test_lengths_are_within_the_papers(tier: str, name: str, most: int) -> None:
         ("tool-calling", {"tier": "harder"}, "tier must be one of easy, hard, got 'harder'."),
         ("tool-calling", {"agents": 27}, "agents must be .* between 1 and 26, got 27."),
         ("niah", {"needles": 3}, "The task 'niah' has no setting 'needles'; it has pairs, length"),
-        ("recall", {}, "There is no task 'recall'; there are mqar, zoology, "),
+        ("recall", {}, "There is no task 'recall'; there are mqar, overwritten, "),
     ],
 )
 def test_settings_out_of_range_are_named(name: str, how: dict[str, Any], said: str) -> None:

@@ -13,6 +13,7 @@ from echo_lm.tasks.mixture import Mixture, Repeated
 from echo_lm.tasks.mqar import MQAR
 from echo_lm.tasks.multihop import MultiHop
 from echo_lm.tasks.niah import NIAH
+from echo_lm.tasks.overwritten import Overwritten
 from echo_lm.tasks.resource_economy import ResourceEconomy
 from echo_lm.tasks.specific_recall import SpecificRecall
 from echo_lm.tasks.system_prompt import SystemPrompt
@@ -30,6 +31,7 @@ __all__ = [
     "Family",
     "Mixture",
     "MultiHop",
+    "Overwritten",
     "Repeated",
     "ResourceEconomy",
     "SpecificRecall",
@@ -46,6 +48,7 @@ __all__ = [
 
 TASKS: dict[str, type[Family]] = {
     "mqar": MQAR,
+    "overwritten": Overwritten,
     "zoology": Zoology,
     "system-prompt": SystemPrompt,
     "tool-trace": ToolTrace,
