@@ -10,12 +10,20 @@ from echo_lm.experiments.appendix import (
 )
 from echo_lm.experiments.base import Experiment
 from echo_lm.experiments.capacity import Capacity
+from echo_lm.experiments.causality import Causality
 from echo_lm.experiments.conditioning import Conditioning
+from echo_lm.experiments.convolutions import Convolutions
+from echo_lm.experiments.filters import Filters
+from echo_lm.experiments.forgetting import Forgetting
 from echo_lm.experiments.gradients import Gradients
 from echo_lm.experiments.length import Length
+from echo_lm.experiments.long_conditioning import LongConditioning
 from echo_lm.experiments.mqar import MQAR50M, MQARSmall
 from echo_lm.experiments.persistence import Persistence
 from echo_lm.experiments.precision import Precision
+from echo_lm.experiments.rank import Rank
+from echo_lm.experiments.recurrent import Recurrent
+from echo_lm.experiments.ridge import Ridge
 from echo_lm.experiments.transfer import Transfer
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -34,6 +42,14 @@ EXPERIMENTS: dict[str, Experiment] = {
         Capacity(),
         Gradients(),
         Precision(),
+        Filters(),
+        Causality(),
+        Rank(),
+        Ridge(),
+        Convolutions(),
+        Forgetting(),
+        Recurrent(),
+        LongConditioning(),
     )
 }
 

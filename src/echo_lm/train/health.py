@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echo_lm.analysis.operator import conditioning
+from echo_lm.analysis.operator import Conditioning, conditioning
 from echo_lm.layers import SpectralKoopmanAttention
 from echo_lm.layers.ska import LayerState, memory_of
 from echo_lm.model.lm import EchoLM
@@ -38,7 +38,9 @@ def _of_layer(layer: SpectralKoopmanAttention, state: LayerState) -> dict[str, A
     scale = relative_scale(layer.relative_ridge, gram, memory.key_energy.double())
     ridge = layer.ridge.double().cpu() if isinstance(layer.ridge, Tensor) else layer.ridge * scale
     ridge = ridge.expand(scale.shape)
-    found = conditioning(gram, ridge)
+    # Sums that are not finite have no eigenvalues; the next step says what is wrong.
+    unknown = Conditioning(*[torch.full_like(ridge, torch.nan)] * 2)
+    found = conditioning(gram, ridge) if bool(gram.isfinite().all()) else unknown
     fading = {} if layer.decay is None else {"decay": _rounded(layer.decay)}
     return {
         "lambda_min": float(found.smallest.min()),

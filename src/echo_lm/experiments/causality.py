@@ -1,0 +1,40 @@
+"""What exact causality is worth: a token that sees its own chunk, or only the chunks before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from echo_lm.experiments.ablation import Ablation, Changes, Named, mqar
+from echo_lm.experiments.base import Scale
+
+
+class Causality(Ablation):
+    """Exact, and in chunks of several sizes; with the filter bank and with order 1 alone.
+
+    On the task without a gap everything lies within a few chunks or one.
+    """
+
+    name = "causality"
+    title = "Exact causality against chunks of several sizes"
+    setting = "causality"
+
+    def tasks(self, scale: Scale) -> Mapping[str, Named]:
+        if scale == "full":
+            return dict([mqar(8, 0, 4096), mqar(8, 128, 4096), mqar(32, 384, 4096)])
+        return dict([mqar(4, 0, 256), mqar(4, 32, 256)])
+
+    def variants(self, scale: Scale) -> Mapping[str, Changes]:
+        sizes = (16, 64, 256) if scale == "full" else (4, 16, 64)
+        causalities: dict[str, Changes] = {
+            "exact": {"causal": "exact"},
+            **{f"chunk {size}": {"causal": "chunk", "chunk_size": size} for size in sizes},
+        }
+        filters: dict[str, Changes] = {
+            "bank": {"filter": "bank", "order": 2},
+            "order 1": {"filter": "power", "order": 1},
+        }
+        return {
+            f"{causality}, {name}": {**when, **how}
+            for name, how in filters.items()
+            for causality, when in causalities.items()
+        }
