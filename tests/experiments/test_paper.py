@@ -47,8 +47,14 @@ def run(experiment: Experiment, out: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def test_transfer(tmp_path: Path) -> None:
-    report, records = run(briefly(transfer.Transfer(), lengths=[64]), tmp_path)
-    assert len(records) == len(transfer.MODELS)
+    brief = briefly(transfer.Transfer(), lengths=[64])
+    cells = [
+        {"model": model, "lr": lr}
+        for model, lr in zip(transfer.MODELS, [3e-4, 3e-4, 2e-3, 2e-3], strict=True)
+    ]
+    brief.cells = lambda scale: cells
+    report, records = run(brief, tmp_path)
+    assert "**NIAH: accuracy in percent, lr 0.002**" in report
     assert "| SysPrompt | trained |" in report
     assert "| MultiHop | transfer |" in report
     assert {"53.3", "75.7", "80.5"} <= set(report.split())
@@ -59,7 +65,8 @@ def test_transfer(tmp_path: Path) -> None:
 def test_transfer_puts_a_number_beside_the_papers_of_the_same_model_and_length() -> None:
     def cell(model: str, accuracy: float) -> Finished:
         settings: Settings = {"task": "NIAH", "pairs": 4, "length": 1024}
-        return Finished({"model": model}, 0, {"readings": [{**settings, "accuracy": accuracy}]})
+        readings = [{**settings, "accuracy": accuracy}]
+        return Finished({"model": model, "lr": 3e-4}, 0, {"readings": readings})
 
     done = [cell("SSM", 0.25), cell("SSM+SKA (paper)", 0.5), cell("SSM+SKA (ours)", 0.75)]
     table = transfer.table_of_curves(done, "NIAH")

@@ -167,7 +167,7 @@ class MQAR50M(MQARGrid):
         "Echo (paper)": "echo-50m-paper",
         "Echo": "echo-50m",
     }
-    steps = 3000
+    steps = 2000
     lr = 3e-4
     smoke_depth = 4
 

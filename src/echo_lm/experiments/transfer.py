@@ -32,6 +32,8 @@ MODELS = {
     "SSM+SKA (ours)": "synthetic-ska",
 }
 TRAINED = ("SysPrompt", "ToolTrace")
+RATES = (3e-4, 2e-3)
+"""The paper's learning rate, and a higher one in the same number of steps."""
 
 PAPER_MODELS = {"SSM": "SSM", "SSM+Attn": "SSM+Attn", "SSM+SKA (paper)": "SSM+SKA"}
 """What the paper calls those of our models that it has."""
@@ -109,7 +111,6 @@ class Transfer(Experiment):
         return {
             "steps": 6000 if full else 20,
             "batch": 16 if full else 4,
-            "lr": 3e-4,
             "warmup": 100 if full else 5,
             "evaluate_every": 250 if full else 10,
             "evaluate_rows": 128 if full else 16,
@@ -124,7 +125,7 @@ class Transfer(Experiment):
         }
 
     def cells(self, scale: Scale) -> list[Settings]:
-        return [{"model": model} for model in MODELS]
+        return [{"model": model, "lr": lr} for lr in RATES for model in MODELS]
 
     def run(
         self, protocol: Mapping[str, Any], settings: Settings, seed: int, bench: Workbench
@@ -138,15 +139,19 @@ class Transfer(Experiment):
                 for length in protocol["trained on lengths"]
             )
         )
-        fitted = fit(config, curriculum, protocol, seed, bench, test=NIAH(4, 256))
+        test = NIAH(4, 256)
+        fitted = fit(config, curriculum, protocol, seed, bench, test=test, lr=settings["lr"])
         readings = read_over(fitted, grid(protocol), rows=protocol["rows"], seed=seed)
         return {**fitted.numbers(), "readings": readings}
 
     def tables(self, done: Sequence[Finished]) -> list[Table]:
-        return [table_of_means(done), *(table_of_curves(done, task) for task in PAPER_CURVES)]
+        by_rate = [select(done, lr=lr) for lr in distinct(done, "lr")]
+        return [
+            *(table_of_means(cells) for cells in by_rate),
+            *(table_of_curves(cells, task) for task in PAPER_CURVES for cells in by_rate),
+        ]
 
     def remarks(self, done: Sequence[Finished]) -> list[str]:
-        models = distinct(done, "model")
         kinds = {
             "the two tasks they were trained on": [t for t in PAPER_MEANS if t in TRAINED],
             "the four others": [t for t in PAPER_MEANS if t not in TRAINED],
@@ -156,25 +161,31 @@ class Transfer(Experiment):
             "of the paper's Table 3 average to 53.3, 75.7 and 80.5, where it prints 54.4, 76.2 and "
             "81.1. Its training lengths, generators and number of readings are not published.",
             *(
-                f"On {kind}: "
+                f"On {kind}, {rate(cells)}: "
                 + ", ".join(
-                    f"{model} {over_seeds(select(done, model=model), mean_of(tasks), percent)}"
-                    for model in models
+                    f"{model} {over_seeds(select(cells, model=model), mean_of(tasks), percent)}"
+                    for model in distinct(cells, "model")
                 )
                 + "."
+                for cells in (select(done, lr=lr) for lr in distinct(done, "lr"))
                 for kind, tasks in kinds.items()
             ),
         ]
 
     def draw(self, done: Sequence[Finished], path: Path) -> None:
+        rates = distinct(done, "lr")
+        rows = [(task, lr) for lr in rates for task in PAPER_CURVES]
         columns = len(PAPER_CURVES["NIAH"])
-        with figure(path, rows=len(PAPER_CURVES), columns=columns, size=(2.7, 2.4)) as axes:
-            for row, (task, by_pairs) in zip(axes, PAPER_CURVES.items(), strict=True):
-                for ax, pairs in zip(row, by_pairs, strict=True):
-                    draw_curves(done, task, pairs, ax)
+        with figure(path, rows=len(rows), columns=columns, size=(2.9, 2.4)) as axes:
+            for row, (task, lr) in zip(axes, rows, strict=True):
+                for ax, pairs in zip(row, PAPER_CURVES[task], strict=True):
+                    draw_curves(select(done, lr=lr), task, pairs, ax)
+                row[0].set_ylabel("accuracy")
             axes[0, 0].legend(fontsize=6, loc="lower left")
-            axes[0, 0].set_ylabel("accuracy")
-            axes[1, 0].set_ylabel("accuracy")
+
+
+def rate(cells: Sequence[Finished]) -> str:
+    return f"lr {cells[0].settings['lr']:g}"
 
 
 def grid(protocol: Mapping[str, Any]) -> list[tuple[Settings, Task]]:
@@ -240,7 +251,7 @@ def table_of_means(done: Sequence[Finished]) -> Table:
         model: mean(row[model] for row in PAPER_MEANS.values()) for model in PAPER_MODELS.values()
     }
     rows.append(["Mean", "", *entries(done, mean_of(list(PAPER_MEANS)), said, unit=100)])
-    title = "Accuracy in percent, mean over all lengths and pairs"
+    title = f"Accuracy in percent, mean over all lengths and pairs, {rate(done)}"
     return Table(title, ["Task", "seen in", *columns(done)], rows)
 
 
@@ -254,7 +265,8 @@ def table_of_curves(done: Sequence[Finished], task: str) -> Table:
         value = found_at(task=task, pairs=pairs, length=length)
         rows.append([str(pairs), f"{length:,}", *entries(done, value, said)])
     what = "noise" if task == "MultiHop" else "tokens"
-    return Table(f"{task}: accuracy in percent", ["KV", what, *columns(done)], rows)
+    title = f"{task}: accuracy in percent, {rate(done)}"
+    return Table(title, ["KV", what, *columns(done)], rows)
 
 
 def draw_curves(done: Sequence[Finished], task: str, pairs: int, ax: Any) -> None:
@@ -274,4 +286,5 @@ def draw_curves(done: Sequence[Finished], task: str, pairs: int, ax: Any) -> Non
             ax.plot(list(said), list(said.values()), **faint)
     ax.set_xscale("log", base=2)
     what = "tokens of noise" if task == "MultiHop" else "tokens"
-    ax.set(xlabel=what, ylim=(0, 1.02), title=f"{task}, KV = {pairs} (faint: the paper's)")
+    title = f"{task}, KV = {pairs}, {rate(done)} (faint: paper)"
+    ax.set(xlabel=what, ylim=(0, 1.02), title=title)
