@@ -77,17 +77,21 @@ def test_transfer_puts_a_number_beside_the_papers_of_the_same_model_and_length()
 
 
 def test_length(tmp_path: Path) -> None:
-    brief = briefly(length.Length(), lengths=[64], **{"lengths for ours": [1500]})
-    report, records = run(brief, tmp_path)
-    assert len(records) == len(length.models())
-    assert "as at 64." in report
-    ours = next(r for r in records if r["settings"]["model"] == length.OURS)
-    assert [point["length"] for point in ours["numbers"]["readings"]] == [64, 64, 1500, 1500]
+    far = {"lengths for ours": [128], "far lengths": [1500]}
+    report, records = run(briefly(length.Length(), lengths=[64], **far), tmp_path)
+    assert len(records) == len(length.models()) + 1
+    assert "What ours remembers at 1,500 tokens takes" in report
+    read = {
+        r["settings"]["read"]: [point["length"] for point in r["numbers"]["readings"]]
+        for r in records
+        if r["settings"]["model"] == length.OURS
+    }
+    assert read == {"near": [64, 128] * 2, "far": [1500, 1500]}
 
 
 def test_length_has_the_papers_numbers_beside_one_needle_only() -> None:
     readings = [{"needles": n, "length": 2048, "accuracy": 0.5} for n in (1, 4)]
-    done = [Finished({"model": "SSM+Attn"}, 0, {"readings": readings})]
+    done = [Finished({"model": "SSM+Attn", "read": "near"}, 0, {"readings": readings})]
     assert list(length.table_of(done, 1).rows) == [["2,048", "50.0", "42.5"]]
     assert list(length.table_of(done, 4).rows) == [["2,048", "50.0"]]
 
