@@ -56,15 +56,20 @@ def test_without_a_folder_nothing_is_promised() -> None:
     assert "Stopped after step 6. Nothing was kept" in shown(console)
 
 
-def test_the_second_ctrl_c_is_at_once() -> None:
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_being_asked_again_is_at_once(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(number)
     with deferred_interrupt() as interrupted:
         assert not interrupted()
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
+        signal.raise_signal(number)
         assert interrupted()
+        monkeypatch.setattr("echo_lm.train.interrupt.ONE_WISH", 0.0)
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+            signal.raise_signal(number)
+    assert signal.getsignal(number) is before
 
 
 def test_someone_else_s_handler_stays() -> None:

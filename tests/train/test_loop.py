@@ -13,10 +13,11 @@ from torch import nn
 
 from echo_lm import EchoLM
 from echo_lm.model.config import SKAConfig
+from echo_lm.tasks import Batch
 from echo_lm.train import Record, TrainConfig, train
 from echo_lm.train.history import METRICS_FILE
 from echo_lm.train.loop import describe, why_ended
-from echo_lm.train.optimiser import decays, make_optimiser
+from echo_lm.train.optimiser import decayed_names, parameter_groups
 from echo_lm.train.schedule import learning_rate
 
 from .pairs import Pairs
@@ -25,9 +26,10 @@ from .runs import SHORT, same_weights, small_model, told
 
 def by_hand(model: EchoLM, task: Pairs, config: TrainConfig) -> list[float]:
     """The same run in plain PyTorch."""
+    decayed = decayed_names(model)
     groups = [
-        {"params": [p for p in model.parameters() if decays(p)], "weight_decay": 0.01},
-        {"params": [p for p in model.parameters() if not decays(p)], "weight_decay": 0.0},
+        {"params": [p for n, p in model.named_parameters() if n in decayed], "weight_decay": 0.01},
+        {"params": [p for n, p in model.named_parameters() if n not in decayed], "weight_decay": 0},
     ]
     optimiser = torch.optim.AdamW(groups, betas=config.betas, fused=True)
     losses = []
@@ -147,14 +149,41 @@ def test_learning_rate_rises_then_falls_to_the_floor() -> None:
     assert learning_rate(TrainConfig(steps=5, lr=1.0, warmup=5), 5) == 1
 
 
+def test_a_level_learning_rate_falls_in_the_cool_down() -> None:
+    config = TrainConfig(steps=100, lr=2.0, warmup=10, floor=0.1, schedule="wsd", cooldown=0.2)
+    rates = [learning_rate(config, step) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert set(rates[9:80]) == {2.0}
+    assert rates[89] == pytest.approx(0.5 * (2.0 + 0.2))
+    assert rates[-1] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_pieces_add_up_to_the_whole(pieces: int) -> None:
+    """Though rows have different numbers of answers."""
+
+    class Ragged(Pairs):
+        def batch(self, rows: int, **options: Any) -> Batch:
+            batch = super().batch(rows, **options)
+            batch.labels[::3, 5:] = -100
+            return batch
+
+    whole, model = small_model(), small_model()
+    wanted = train(whole, Ragged(), SHORT)
+    got = train(model, Ragged(), replace(SHORT, accumulate=pieces))
+    for name in ("loss", "gradient_norm"):
+        for (_, a), (_, b) in zip(got.curve(name), wanted.curve(name), strict=True):
+            assert a == pytest.approx(b, rel=1e-4)
+
+
 def test_what_decays() -> None:
     model = small_model(mixers=("mamba2", "ska", "attention"), ska=SKAConfig(rank=8))
-    decayed = {name for name, parameter in model.named_parameters() if decays(parameter)}
+    decayed = decayed_names(model)
     assert "embedding.weight" in decayed
     assert "blocks.1.mixers.0.q_proj.weight" in decayed
     for kept in ("norm.weight", "coef", "raw_ridge", "eta", "A_log", "dt_bias", "conv.bias", "D"):
         assert not any(name.endswith(kept) for name in decayed), kept
-    groups = make_optimiser(model, SHORT).param_groups
+    groups = parameter_groups(model, SHORT, decayed)
     assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
@@ -179,6 +208,9 @@ def test_sources_are_told_apart() -> None:
         ({"stop_at": 99}, "stop_at is a share between 0 and 1, got 99"),
         ({"weight_decay": -0.1}, "weight_decay must be 0 or more"),
         ({"precision": "fp16"}, 'precision must be "auto", "fp32" or "bf16", got \'fp16\''),
+        ({"batch": 10, "accumulate": 4}, "batch must be a multiple of accumulate, got 10 and 4"),
+        ({"schedule": "linear"}, 'schedule must be "cosine" or "wsd", got \'linear\''),
+        ({"cooldown": 20}, "cooldown is a share between 0 and 1, got 20"),
         ({"patience": 0}, "patience must be a whole number from 1 on"),
     ],
 )

@@ -107,11 +107,11 @@ class SpectralKoopmanAttention(nn.Module):
         self.conv = ShortConv(width, conv_kernel, silu=conv_silu) if conv_kernel else None
         self.lift = ClebschGordanLift(lift, rank=rank, heads=heads) if lift else None
         self.key_norm = key_norm
-        self.eta = _spectral(torch.tensor(float(eta)))
+        self.eta = _spectral(torch.tensor([float(eta)]))
         if filter == "bank":
             self.coef = _spectral(_one_hot_orders(heads, order))
         else:
-            self.raw_gamma = _spectral(torch.tensor(_logit((GAMMA_START - 1) / 0.5)))
+            self.raw_gamma = _spectral(torch.tensor([_logit((GAMMA_START - 1) / 0.5)]))
         if ridge is None:
             ridge = {False: 0.03 * rank, True: 1e-3, "trace": 1e-2}[relative_ridge]
         self.fixed_ridge = ridge if relative_ridge else None
@@ -272,7 +272,10 @@ def _check_forgetting(half_life: float | None, causal: Causal) -> None:
 
 
 def _spectral(value: Tensor) -> nn.Parameter:
-    """A parameter of the operator itself, which weight decay must not pull to zero."""
+    """A parameter of the operator itself, which weight decay must not pull to zero.
+
+    One number is a vector of one: FSDP takes no scalars.
+    """
     parameter = nn.Parameter(value)
     no_weight_decay(parameter)
     return parameter

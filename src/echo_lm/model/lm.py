@@ -268,7 +268,7 @@ class EchoLM(nn.Module):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write `config.json` and `model.safetensors`."""
-        save_pretrained(self, directory)
+        save_pretrained(self.config, self.state_dict(), directory)
 
     @classmethod
     def from_pretrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +21,17 @@ WEIGHTS_FILE = "model.safetensors"
 TIED = "head.weight"
 
 
-def save_pretrained(model: EchoLM, directory: str | Path) -> None:
+def save_pretrained(
+    config: EchoConfig, weights: Mapping[str, Tensor], directory: str | Path
+) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
-    if model.config.tie_embeddings:
-        del weights[TIED]
-    model.config.save(directory / CONFIG_FILE)
+    weights = {
+        name: t.detach().contiguous()
+        for name, t in weights.items()
+        if not (config.tie_embeddings and name == TIED)
+    }
+    config.save(directory / CONFIG_FILE)
     # Renamed when complete, so that a full disk does not cost the weights of an earlier save.
     unfinished = directory / f"{WEIGHTS_FILE}.unfinished"
     save_file(weights, unfinished, metadata={"format": "pt"})

@@ -42,6 +42,15 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         return Batch(self.tokens.to(device), self.labels.to(device), self.facts.to(device))
 
+    def rows(self, which: slice) -> Batch:
+        """Some of the examples."""
+        return Batch(self.tokens[which], self.labels[which], self.facts[which])
+
+    def pieces(self, count: int) -> list[Batch]:
+        """The examples in so many parts of one size."""
+        size = len(self.tokens) // count
+        return [self.rows(slice(start, start + size)) for start in range(0, size * count, size)]
+
     def replaced(self, rows: Int[Tensor, " n"], by: Batch) -> Batch:
         """Other examples in these rows."""
         return Batch(

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from echo_lm.model.config import EchoConfig
 from echo_lm.model.lm import EchoLM
+from echo_lm.model.pretrained import save_pretrained
 from echo_lm.results import write_json
-from echo_lm.train.optimiser import load_optimiser_tensors, optimiser_tensors
 
 OPTIMISER_FILE = "optimiser.safetensors"
 RUN_FILE = "run.json"
 NAME = re.compile(r"step-(\d{8})")
-ANY_VALUE = ("train.checkpoint_every", "train.read_every")
-"""Settings that change no number of a run, and so may change when it goes on."""
+ANY_VALUE = ("train.checkpoint_every", "train.read_every", "train.accumulate")
+"""Settings that change no number of a run but its rounding, and so may change when it goes on."""
 
 
 def latest(folder: Path) -> Path | None:
@@ -44,14 +46,21 @@ def step_of(path: Path) -> int:
     return int(named[1])
 
 
-def save(
-    folder: Path,
-    step: int,
-    model: EchoLM,
-    optimiser: torch.optim.Optimizer,
-    settings: dict[str, Any],
-) -> Path:
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds, in whole tensors whoever held them."""
+
+    step: int
+    model: EchoConfig
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    """AdamW's, and the random generators'."""
+    settings: dict[str, Any]
+
+
+def save(folder: Path, contents: Contents) -> Path:
     """Write the checkpoint of a step whole, or say in one sentence why not and keep the last."""
+    step = contents.step
     target = folder / f"step-{step:08d}"
     if target.exists():
         return target
@@ -59,10 +68,10 @@ def save(
     unfinished = folder / f"{target.name}.unfinished"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        model.save_pretrained(unfinished)
-        tensors = {**optimiser_tensors(model, optimiser), **random_states(model)}
-        save_file({k: t.contiguous() for k, t in tensors.items()}, unfinished / OPTIMISER_FILE)
-        write_json(unfinished / RUN_FILE, {"step": step, "settings": settings})
+        save_pretrained(contents.model, contents.weights, unfinished)
+        moments = {name: t.contiguous() for name, t in contents.moments.items()}
+        save_file(moments, unfinished / OPTIMISER_FILE)
+        write_json(unfinished / RUN_FILE, {"step": step, "settings": contents.settings})
         for path in (*unfinished.iterdir(), unfinished):
             _flush(path)
         unfinished.replace(target)
@@ -80,23 +89,20 @@ def save(
     return target
 
 
-def load(
-    path: Path, model: EchoLM, optimiser: torch.optim.Optimizer, settings: dict[str, Any]
-) -> int:
-    """Bring model, optimiser and random generators to where the checkpoint left them.
+def load(path: Path, model: EchoLM, settings: dict[str, Any]) -> tuple[int, dict[str, Tensor]]:
+    """Bring model and random generators to where the checkpoint left them.
 
-    Returns its step. Refuses a run that had other settings.
+    Returns its step and AdamW's tensors. Refuses a run that had other settings.
     """
     try:
         run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        tensors = load_file(path / OPTIMISER_FILE)
+        moments = load_file(path / OPTIMISER_FILE)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a whole checkpoint: {error}; remove it.") from None
     refuse_other_settings(path, run["settings"], settings)
     model.load_state_dict(EchoLM.from_pretrained(path).state_dict())
-    load_random_states(model, tensors)
-    load_optimiser_tensors(model, optimiser, tensors)
-    return int(run["step"])
+    load_random_states(model, moments)
+    return int(run["step"]), moments
 
 
 def refuse_other_settings(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -16,12 +16,18 @@ class TrainConfig:
     """The highest learning rate, reached after the warm-up."""
     batch: int = 16
     """Rows of a step."""
+    accumulate: int = 1
+    """Pieces a step's rows are read in; their gradients add up to those of the whole."""
     seed: int = 0
     """Of the batches; weights are the caller's to seed."""
     warmup: int = 100
     """Steps over which the learning rate rises from 0."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: a cosine, or level until the cool-down (warm-up, stable, decay)."""
     floor: float = 0.1
-    """The share of `lr` that the cosine ends at."""
+    """The share of `lr` that the schedule ends at."""
+    cooldown: float = 0.2
+    """The share of the steps over which "wsd" falls, in a straight line."""
     weight_decay: float = 0.01
     """Of matrices; norms, biases and spectral parameters have none."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -47,8 +53,9 @@ class TrainConfig:
     """Steps between checkpoints; there is one at the end, and when interrupted, in any case."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "evaluate_every", "evaluate_rows", "read_every"):
+        for name in ("steps", "batch", "accumulate", "evaluate_every", "evaluate_rows"):
             _at_least(self, name, 1)
+        _at_least(self, "read_every", 1)
         _at_least(self, "checkpoint_every", 1)
         _at_least(self, "warmup", 0)
         if self.warmup > self.steps:
@@ -58,7 +65,13 @@ class TrainConfig:
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}.")
-        for name in ("floor", "stop_at"):
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"batch must be a multiple of accumulate, got {self.batch} and {self.accumulate}."
+            )
+        if self.schedule not in ("cosine", "wsd"):
+            raise ValueError(f'schedule must be "cosine" or "wsd", got {self.schedule!r}.')
+        for name in ("floor", "cooldown", "stop_at"):
             share = getattr(self, name)
             if share is not None and not 0 <= share <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {share!r}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from echo_lm.analysis.operator import Conditioning, conditioning
 from echo_lm.layers import SpectralKoopmanAttention
 from echo_lm.layers.ska import LayerState, memory_of
 from echo_lm.model.lm import EchoLM
-from echo_lm.ops.ska.problem import relative_scale
+from echo_lm.ops.ska.problem import Relative, relative_scale
 
 
 @torch.inference_mode()
@@ -20,35 +21,52 @@ def ska_health(model: EchoLM, tokens: Tensor, mask: Tensor | None = None) -> dic
     worst of all rows and heads) of G + ridge I, and of each head the `ridge`, the filter's
     `coefficients` and, where sums fade, the `decay`."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = [(names[id(m)], i, m) for i, m in enumerate(model.mixers()) if _recalls(m)]
-    if not found:
+    # Parameters before the pass: after it, who shares a model may have put them away.
+    layers = {i: Layer.of(names[id(m)], m) for i, m in enumerate(model.mixers()) if _recalls(m)}
+    if not layers:
         return {}
-    state = model(tokens, return_state=True, statistics_mask=mask).state
-    return {name: _of_layer(layer, state.layers[i]) for name, i, layer in found}
+    state = model(tokens, return_state=True, statistics_mask=mask, logits_to_keep=0).state
+    return {layer.name: layer.health(state.layers[i]) for i, layer in layers.items()}
 
 
 def _recalls(layer: Any) -> bool:
     return isinstance(layer, SpectralKoopmanAttention)
 
 
-def _of_layer(layer: SpectralKoopmanAttention, state: LayerState) -> dict[str, Any]:
-    # Many small matrices: a CPU is done before a GPU has begun.
-    memory = memory_of(state).to("cpu")
-    gram = memory.gram.double()
-    scale = relative_scale(layer.relative_ridge, gram, memory.key_energy.double())
-    ridge = layer.ridge.double().cpu() if isinstance(layer.ridge, Tensor) else layer.ridge * scale
-    ridge = ridge.expand(scale.shape)
-    # Sums that are not finite have no eigenvalues; the next step says what is wrong.
-    unknown = Conditioning(*[torch.full_like(ridge, torch.nan)] * 2)
-    found = conditioning(gram, ridge) if bool(gram.isfinite().all()) else unknown
-    fading = {} if layer.decay is None else {"decay": _rounded(layer.decay)}
-    return {
-        "lambda_min": float(found.smallest.min()),
-        "condition": float(found.condition.max()),
-        "ridge": _rounded(ridge.mean(0)),
-        "coefficients": _rounded(layer.coefficients),
-        **fading,
-    }
+@dataclass(frozen=True)
+class Layer:
+    """What is to be known of a layer besides its state."""
+
+    name: str
+    ridge: Tensor | float
+    relative_ridge: Relative
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, layer: SpectralKoopmanAttention) -> Layer:
+        ridge = layer.ridge
+        # Many small matrices: a CPU is done before a GPU has begun.
+        ridge = ridge.double().cpu() if isinstance(ridge, Tensor) else ridge
+        settings = {"coefficients": _rounded(layer.coefficients)}
+        if layer.decay is not None:
+            settings["decay"] = _rounded(layer.decay)
+        return cls(name, ridge, layer.relative_ridge, settings)
+
+    def health(self, state: LayerState) -> dict[str, Any]:
+        memory = memory_of(state).to("cpu")
+        gram = memory.gram.double()
+        scale = relative_scale(self.relative_ridge, gram, memory.key_energy.double())
+        ridge = self.ridge if isinstance(self.ridge, Tensor) else self.ridge * scale
+        ridge = ridge.expand(scale.shape)
+        # Sums that are not finite have no eigenvalues; the next step says what is wrong.
+        unknown = Conditioning(*[torch.full_like(ridge, torch.nan)] * 2)
+        found = conditioning(gram, ridge) if bool(gram.isfinite().all()) else unknown
+        return {
+            "lambda_min": float(found.smallest.min()),
+            "condition": float(found.condition.max()),
+            "ridge": _rounded(ridge.mean(0)),
+            **self.settings,
+        }
 
 
 def _rounded(values: Tensor) -> Any:

@@ -53,13 +53,12 @@ def append_records(folder: Path, records: Iterable[Record]) -> None:
         ) from None
 
 
-def rewind_records(folder: Path, step: int) -> list[Record]:
-    """The records up to a step; those after it, and a line cut short, leave the file."""
+def records_until(folder: Path, step: int) -> list[Record]:
+    """What the metrics file has up to a step; a line that was cut short ends it."""
     path = folder / METRICS_FILE
-    if not path.exists():
-        return []
     kept: list[Record] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in lines:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
@@ -67,7 +66,14 @@ def rewind_records(folder: Path, step: int) -> list[Record]:
         if record["step"] > step:
             break
         kept.append(record)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    unfinished.replace(path)
     return kept
+
+
+def write_records(folder: Path, records: Iterable[Record]) -> None:
+    """Make these the metrics file, if there is one."""
+    path = folder / METRICS_FILE
+    if path.exists():
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        unfinished.write_text(lines, encoding="utf-8")
+        unfinished.replace(path)

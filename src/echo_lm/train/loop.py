@@ -17,15 +17,24 @@ from torch import Tensor
 
 from echo_lm.evaluate.recall import Source, recall
 from echo_lm.model.lm import EchoLM
+from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.ops.backends import autocast
+from echo_lm.tasks.base import Batch
 from echo_lm.train import checkpoint
 from echo_lm.train.config import TrainConfig
 from echo_lm.train.display import Display
 from echo_lm.train.health import ska_health
-from echo_lm.train.history import History, Record, append_records, rewind_records
+from echo_lm.train.history import (
+    History,
+    Record,
+    append_records,
+    records_until,
+    write_records,
+)
 from echo_lm.train.interrupt import deferred_interrupt
 from echo_lm.train.nonfinite import Diverged, find_cause
-from echo_lm.train.optimiser import make_optimiser, set_learning_rate
+from echo_lm.train.optimiser import decayed_names, parameter_groups, set_learning_rate
+from echo_lm.train.parallel import Alone
 from echo_lm.train.schedule import learning_rate
 
 HEALTH_ROWS = 4
@@ -42,6 +51,7 @@ def train(
     test: Source | None = None,
     console: Console | None = None,
     watch: Callable[[Record], None] | None = None,
+    strategy: Alone | None = None,
 ) -> History:
     """Train `model` in place on batches 0, 1, 2, ... of `source`.
 
@@ -56,14 +66,15 @@ def train(
         test: What to evaluate on (its test split); `source` if None.
         console: Where to show progress.
         watch: Is called with each record.
+        strategy: How several processes share the run, from `train.parallel`; None is one alone.
 
-    Ctrl-C finishes the step and, with a folder, writes a checkpoint before KeyboardInterrupt is
-    raised. A loss or gradient that is not finite raises `Diverged`; the weights stay as they were
-    before it.
+    Ctrl-C, or being asked to terminate, finishes the step and, with a folder, writes a checkpoint
+    before KeyboardInterrupt is raised. A loss or gradient that is not finite raises `Diverged`;
+    the weights stay as they were before it.
     """
-    run = Run(model.to(device), source, test or source, config, folder)
-    run.resume()
-    display = Display(console, config.steps, run.step)
+    strategy = strategy or Alone()
+    run = Run(model.to(device), source, test or source, config, folder, strategy)
+    display = Display(console if strategy.rank == 0 else None, config.steps, run.step)
     run.listeners = (display.show, watch) if watch else (display.show,)
     if run.step and not run.history.ended:
         display.say(f"Going on after step {run.step:,} of {folder}.")
@@ -74,16 +85,17 @@ def train(
                 run.read()
             if run.due(config.evaluate_every):
                 run.evaluate()
-            if run.due(config.checkpoint_every) or interrupted():
+            stop = strategy.agree(interrupted(), now=run.due(config.read_every))
+            if run.due(config.checkpoint_every) or stop:
                 run.save()
-            if interrupted():
+            if stop:
                 display.say(run.how_to_go_on())
                 raise KeyboardInterrupt
     return run.history
 
 
 class Run:
-    """A run in progress."""
+    """A run in progress, from where its folder left it."""
 
     def __init__(
         self,
@@ -92,16 +104,23 @@ class Run:
         test: Source,
         config: TrainConfig,
         folder: str | Path | None,
+        strategy: Alone,
     ) -> None:
         self.model, self.source, self.test, self.config = model.train(), source, test, config
         self.folder = None if folder is None else Path(folder)
+        self.strategy = strategy
         self.device = model.embedding.weight.device
-        self.optimiser = make_optimiser(model, config)
-        compiled = config.compile and self.device.type == "cuda"
-        self.compute: Callable[..., Any] = torch.compile(model) if compiled else model
         self.history = History()
         self.listeners: Sequence[Callable[[Record], None]] = ()
         self.step = 0
+        decayed = decayed_names(model)
+        moments = self.resume()
+        compiled = config.compile and self.device.type == "cuda"
+        compute: Any = torch.compile(model) if compiled else model
+        # Who shares a model changes its parameters, which the optimiser must hold as they then are.
+        self.compute = strategy.prepare(model, compute)
+        self.optimiser = strategy.optimiser(parameter_groups(model, config, decayed))
+        strategy.load_moments(model, self.optimiser, moments)
         self.unread: list[tuple[Record, Tensor]] = []
         self.unread_tokens = 0
         self.clock = time.perf_counter()
@@ -118,27 +137,41 @@ class Run:
         lr = learning_rate(self.config, self.step)
         set_learning_rate(self.optimiser, lr)
         loss = self.gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        norm = self.strategy.clip(self.model, self.config.clip)
         told = torch.stack([loss, norm.to(loss)])
         self.broken = torch.maximum(self.broken, (~told.isfinite()).any().float())
-        self.optimiser.found_inf = self.broken
+        self.strategy.stop_updates(self.optimiser, self.broken)
         self.optimiser.step()
         self.unread.append(({"step": self.step, "lr": lr}, told))
 
     def gradients(self) -> Tensor:
         """The loss of this step's batch, and what it asks of each parameter."""
+        config, strategy = self.config, self.strategy
         self.optimiser.zero_grad()
         batch = self.source.batch(
-            self.config.batch, seed=self.config.seed, step=self.step - 1, device=self.device
+            config.batch, seed=config.seed, step=self.step - 1, device=self.device
         )
+        # Every label counts the same, whichever piece and process it falls to. Processes average
+        # their gradients.
+        share = strategy.ranks / count_targets(batch)
+        loss = torch.zeros((), device=self.device)
+        pieces = strategy.share(batch).pieces(config.accumulate)
+        for i, piece in enumerate(pieces, start=1):
+            with strategy.gathering(self.compute, last=i == len(pieces)):
+                part = self.loss_of(piece) * (count_targets(piece) * share)
+                part.backward()
+            loss = loss + part.detach()
+        self.unread_tokens += batch.tokens.numel()
+        return strategy.total(loss) / strategy.ranks
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """The mean over the labels of a batch."""
         mask = batch.facts if self.config.facts_only else None
         with autocast(self.device, self.config.precision):
             out = self.compute(
                 batch.tokens, labels=batch.labels, statistics_mask=mask, logits_to_keep=0
             )
-        out.loss.backward()
-        self.unread_tokens += batch.tokens.numel()
-        return out.loss.detach()
+        return out.loss
 
     def read(self) -> None:
         """Wait for the device, and record the steps since the last time."""
@@ -184,30 +217,47 @@ class Run:
         """Conditioning and filters of the SKA layers, on a few rows of the test."""
         some = self.test.batch(HEALTH_ROWS, seed=self.config.seed, split="test", device=self.device)
         mask = some.facts if self.config.facts_only else None
-        with autocast(self.device, self.config.precision):
+        whole, narrow = (
+            self.strategy.whole(self.model),
+            autocast(self.device, self.config.precision),
+        )
+        with whole, narrow:
             return ska_health(self.model, some.tokens, mask)
 
     def save(self) -> None:
         """Keep a checkpoint."""
         self.read()
         if self.folder is not None:
-            checkpoint.save(self.folder, self.step, self.model, self.optimiser, self.settings())
+            moments = self.strategy.moments(self.model, self.optimiser)
+            contents = checkpoint.Contents(
+                self.step,
+                self.model.config,
+                self.strategy.weights(self.model),
+                {**moments, **checkpoint.random_states(self.model)},
+                self.settings(),
+            )
+            if self.strategy.rank == 0:
+                checkpoint.save(self.folder, contents)
         self.restart_clock()
 
-    def resume(self) -> None:
-        """Take up what the folder holds."""
+    def resume(self) -> dict[str, Tensor]:
+        """Take up what the folder holds; returns AdamW's tensors."""
         if self.folder is None:
-            return
+            return {}
+        moments: dict[str, Tensor] = {}
         found = checkpoint.latest(self.folder)
         if found is not None:
-            self.step = checkpoint.load(found, self.model, self.optimiser, self.settings())
-        self.history.records = rewind_records(self.folder, self.step)
+            self.step, moments = checkpoint.load(found, self.model, self.settings())
+        self.history.records = records_until(self.folder, self.step)
+        if self.strategy.rank == 0:
+            write_records(self.folder, self.history.records)
         self.history.ended = why_ended(self.history, self.config)
+        return moments
 
     def record(self, *records: Record) -> None:
         """Into the history, the file, and to whoever listens."""
         self.history.records += records
-        if self.folder is not None:
+        if self.folder is not None and self.strategy.rank == 0:
             append_records(self.folder, records)
         for record in records:
             for listener in self.listeners:
@@ -259,6 +309,11 @@ def why_ended(history: History, config: TrainConfig) -> Literal["", "steps", "ta
         if len(losses) - 1 - losses.index(min(losses)) >= config.patience:
             return "patience"
     return "steps" if tests[-1]["step"] == config.steps else ""
+
+
+def count_targets(batch: Batch) -> Tensor:
+    """Labels that something predicts: a row's first is nobody's target."""
+    return (batch.labels[:, 1:] != IGNORED_LABEL).sum()
 
 
 def describe(source: Source) -> dict[str, Any]:
