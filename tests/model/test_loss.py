@@ -61,11 +61,16 @@ def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
         assert_close(torch.autograd.grad(loss, free), torch.autograd.grad(whole, free))
 
 
-def test_a_loss_of_nothing_is_nan_either_way() -> None:
+def test_a_loss_of_nothing_is_nothing_and_moves_nothing() -> None:
     x, head, labels = parts()
     nothing = torch.full_like(labels, -100)
-    assert next_token_loss(F.linear(x, head), nothing).isnan()
-    assert next_token_loss_in_pieces(x, head, nothing).isnan()
+    for loss in (
+        next_token_loss(F.linear(x, head), nothing),
+        next_token_loss_in_pieces(x, head, nothing),
+    ):
+        assert loss == 0
+        for gradient in torch.autograd.grad(loss, (x, head)):
+            assert not gradient.any()
 
 
 class LargestTensor(TorchDispatchMode):

@@ -160,7 +160,7 @@ def test_a_level_learning_rate_falls_in_the_cool_down() -> None:
 
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_pieces_add_up_to_the_whole(pieces: int) -> None:
-    """Though rows have different numbers of answers."""
+    """Though rows have different numbers of answers, and some have none."""
 
     class Ragged(Pairs):
         def batch(self, rows: int, **options: Any) -> Batch:

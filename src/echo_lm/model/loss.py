@@ -18,12 +18,16 @@ LOGITS_AT_ONCE = 2**24
 def next_token_loss(
     logits: Float[Tensor, "b t vocab"], labels: Int[Tensor, "b t"]
 ) -> Float[Tensor, ""]:
-    """Cross-entropy of each label under the logits one place before it."""
+    """Mean cross-entropy of the labels under the logits one place before; 0 if there are none."""
     targets = next_tokens(labels)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).to(dtype), targets, ignore_index=IGNORED_LABEL
+    total = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).to(dtype),
+        targets,
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
     )
+    return total / (targets != IGNORED_LABEL).sum().clamp_min(1)
 
 
 def next_token_loss_in_pieces(
@@ -63,7 +67,7 @@ class PiecewiseCrossEntropy(torch.autograd.Function):
     ) -> Float[Tensor, ""]:
         wide = torch.promote_types(x.dtype, torch.float32)
         asked = targets != IGNORED_LABEL
-        share = 1 / asked.sum().to(wide)
+        share = 1 / asked.sum().clamp_min(1).to(wide)
         loss = torch.zeros((), dtype=wide, device=x.device)
         needs_x, needs_head = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if needs_x else None
