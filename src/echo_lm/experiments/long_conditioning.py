@@ -37,7 +37,7 @@ from echo_lm.ops.backends import autocast
 from echo_lm.plots import band, figure
 from echo_lm.tasks import Batch
 from echo_lm.train import Diverged, History, Record
-from echo_lm.train.history import rewind_records
+from echo_lm.train.history import records_until
 
 LARGE = 10.0
 """A gradient norm that clipping to 1 shortens to a tenth and less."""
@@ -129,7 +129,7 @@ class LongConditioning(Experiment):
         try:
             fitted = fit(config, task, protocol, seed, bench, lr=lr)
         except Diverged as error:
-            kept = rewind_records(bench.folder, protocol["steps"])
+            kept = records_until(bench.folder, protocol["steps"])
             if not kept:
                 raise
             return {"diverged": str(error), **told(kept), "gradient by part": {}}
