@@ -47,6 +47,9 @@ MODELS = {
 Show = Callable[[Sequence[Finished]], str]
 """What a table says of the seeds of a cell."""
 
+ORDER_1: Changes = {"filter": "power", "order": 1}
+"""The filter that is quickest to find what followed a key; the small model knows no other."""
+
 GOOD = 0.9
 """Accuracy at which a task counts as found out."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from echo_lm.experiments.ablation import Ablation, Changes, Named, mqar
+from echo_lm.experiments.ablation import ORDER_1, Ablation, Changes, Named, mqar
 from echo_lm.experiments.base import Scale
 
 
@@ -29,10 +29,9 @@ class Causality(Ablation):
             "exact": {"causal": "exact"},
             **{f"chunk {size}": {"causal": "chunk", "chunk_size": size} for size in sizes},
         }
-        filters: dict[str, Changes] = {
-            "bank": {"filter": "bank", "order": 2},
-            "order 1": {"filter": "power", "order": 1},
-        }
+        filters: dict[str, Changes] = {"order 1": ORDER_1}
+        if scale == "full":
+            filters["bank"] = {"filter": "bank", "order": 2}
         return {
             f"{causality}, {name}": {**when, **how}
             for name, how in filters.items()

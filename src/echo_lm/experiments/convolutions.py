@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from echo_lm.experiments.ablation import Ablation, Changes
+from echo_lm.experiments.ablation import ORDER_1, Ablation, Changes
 from echo_lm.experiments.base import Scale
 
 
@@ -27,7 +27,7 @@ class Convolutions(Ablation):
         }
         filters: dict[str, Changes] = {
             "order 0": {"filter": "power", "order": 0},
-            "order 1": {"filter": "power", "order": 1},
+            "order 1": ORDER_1,
         }
         if scale == "full":
             filters["bank"] = {"filter": "bank", "order": 2}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from echo_lm.experiments.ablation import Ablation, Changes, Named, mqar
+from echo_lm.experiments.ablation import ORDER_1, Ablation, Changes, Named, mqar
 from echo_lm.experiments.base import Scale
 
 FADES_EVERY = 16
@@ -30,13 +29,11 @@ class Forgetting(Ablation):
                 "economy, hard": {"task": "resource-economy", "tier": "hard", "longer": {}},
                 **dict([overwritten(8, 8, 32, 64), mqar(8, 128, 4096)]),
             }
-        economy = {"task": "resource-economy", "tier": "easy", "longer": {}}
-        return {"economy, easy": economy, **dict([overwritten(4, 3, 8, 12), mqar(4, 32, 256)])}
+        return dict([overwritten(4, 3, 8, 12), mqar(4, 32, 256)])
 
     def variants(self, scale: Scale) -> Mapping[str, Changes]:
         full = scale == "full"
-        # The small model has the patience for order 1 only.
-        how: dict[str, Any] = {} if full else {"filter": "power", "order": 1}
+        how: Changes = {} if full else ORDER_1
         chunked = {"causal": "chunk", "chunk_size": FADES_EVERY}
         exact = {"causal": "exact", "chunk_size": FADES_EVERY}
         lives = (16, 64, 256, 1024) if full else (16, 64)

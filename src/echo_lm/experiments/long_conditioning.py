@@ -101,10 +101,10 @@ class LongConditioning(Experiment):
         return {
             "model": name,
             "tasks": dict(tasks),
-            "steps": 250 if full else 25,
+            "steps": 250 if full else 15,
             "batch": 16 if full else 2,
             "lr": 2e-3,
-            "warmup": 100 if full else 10,
+            "warmup": 100 if full else 5,
             "evaluate_every": 10 if full else 5,
             "evaluate_rows": 16 if full else 4,
             "read_every": 1,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echo_lm.experiments.ablation import Ablation, Changes, Named, mqar
+from echo_lm.experiments.ablation import ORDER_1, Ablation, Changes, Named, mqar
 from echo_lm.experiments.base import Finished, Scale, distinct, select
 from echo_lm.plots import band, figure, line
 
@@ -25,9 +25,8 @@ class Rank(Ablation):
 
     def variants(self, scale: Scale) -> Mapping[str, Changes]:
         ranks = (4, 8, 16, 24, 32, 48, 64) if scale == "full" else (4, 8, 24)
-        # Order 1, which asks for least patience: what counts is how much fits.
-        how = {"filter": "power", "order": 1}
-        return {str(rank): {"rank": rank, **how} for rank in ranks}
+        # What counts is how much fits, not how long it takes to find out.
+        return {str(rank): {"rank": rank, **ORDER_1} for rank in ranks}
 
     def draw(self, done: Sequence[Finished], path: Path) -> None:
         with figure(path, columns=2, size=(3.6, 2.8)) as axes:

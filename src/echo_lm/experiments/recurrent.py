@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from echo_lm.experiments.ablation import MODELS, mqar, task_of
+from echo_lm.experiments.ablation import MODELS, ORDER_1, mqar, task_of
 from echo_lm.experiments.base import (
     Experiment,
     Finished,
@@ -54,7 +54,7 @@ class Recurrent(Experiment):
         _, task = mqar(8, 128) if full else mqar(4, 32)
         return {
             "model": list(MODELS)[0 if full else 1],
-            "filter": {"filter": "bank", "order": 2} if full else {"filter": "power", "order": 1},
+            "filter": {"filter": "bank", "order": 2} if full else ORDER_1,
             "chunk_size": 64 if full else 16,
             "task": task,
             "steps": 2000 if full else 250,
@@ -64,7 +64,7 @@ class Recurrent(Experiment):
             "evaluate_every": 50 if full else 25,
             "evaluate_rows": 128 if full else 64,
             "stop_at": 0.999 if full else 0.99,
-            "gaps": [128, 1024, 4096, 16_384] if full else [32, 256, 1024],
+            "gaps": [128, 1024, 4096, 16_384] if full else [32, 256],
             "rows": 32 if full else 8,
             "difference": "the largest of any answer's logits, over their root mean square",
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from echo_lm.experiments.ablation import Ablation, Changes
+from echo_lm.experiments.ablation import ORDER_1, Ablation, Changes
 from echo_lm.experiments.base import Finished, Scale
 
 
@@ -20,6 +20,7 @@ class Ridge(Ablation):
 
     def variants(self, scale: Scale) -> Mapping[str, Changes]:
         full = scale == "full"
+        how: Changes = {} if full else ORDER_1
         chunked = {"causal": "chunk", "chunk_size": 64 if full else 16}
         found: dict[str, Changes] = {}
         for rank in (24, 48) if full else (24,):
@@ -38,7 +39,9 @@ class Ridge(Ablation):
                 },
                 "exact, learned from 0.03 r": {"ridge": 0.03 * rank, "causal": "exact"},
             }
-            found |= {f"{name}, rank {rank}": {**how, "rank": rank} for name, how in ridges.items()}
+            found |= {
+                f"{name}, rank {rank}": {**how, **own, "rank": rank} for name, own in ridges.items()
+            }
         return found
 
     def panels(self, done: Sequence[Finished]) -> dict[str, dict[str, list[Finished]]]:
