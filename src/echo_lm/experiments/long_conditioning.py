@@ -102,7 +102,7 @@ class LongConditioning(Experiment):
             "model": name,
             "tasks": dict(tasks),
             "steps": 250 if full else 15,
-            "batch": 16 if full else 2,
+            "batch": 8 if full else 2,
             "lr": 2e-3,
             "warmup": 100 if full else 5,
             "evaluate_every": 10 if full else 5,
