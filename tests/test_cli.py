@@ -69,6 +69,7 @@ def test_info_of_a_preset(preset: str, shown: list[str]) -> None:
     [
         (["info", "nonsense"], "There is no preset 'nonsense'; there are echo-180m, "),
         (["demo", "--tokens", "5"], "tokens must be at least 128, got 5."),
+        (["analyze", "nowhere", "--task", "mqar", "pairs=2"], "There is no model directory at "),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(arguments: list[str], sentence: str) -> None:

@@ -39,6 +39,7 @@ def fresh(code: str) -> str:
         HELP.format(arguments=["--help"]),
         HELP.format(arguments=["info", "--help"]),
         HELP.format(arguments=["demo", "--help"]),
+        HELP.format(arguments=["analyze", "--help"]),
     ],
 )
 def test_does_not_load_torch(code: str) -> None:

@@ -95,6 +95,49 @@ def reproduce(
         run(name, scale=scale, seeds=seeds, out=out, device=device, share=share)
 
 
+@app.command
+def analyze(
+    checkpoint: Annotated[Path, tyro.conf.Positional],
+    task: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [SETTING=VALUE ...]")] = (),
+    text: Path | None = None,
+    tokenizer: Path | None = None,
+    tokens: int = 1024,
+    rows: int = 8,
+    seed: int = 0,
+    out: Path = Path("analysis"),
+    device: str = "auto",
+) -> None:
+    """Look into the SKA layers of a model while it reads: spectra, conditioning, filters, keys.
+
+    Tables are shown, figures and a JSON file written. Without a task or a text it reads random
+    tokens.
+
+    Args:
+        checkpoint: The folder of a model, such as a step-* that training has left.
+        task: Read test examples of a task, such as mqar pairs=8.
+        text: Read the beginning of this file.
+        tokenizer: The tokenizer.json of the model, for a text.
+        tokens: How much of a text to read, or of random tokens.
+        rows: How many examples, or sequences of random tokens.
+        seed: Of the examples or random tokens.
+        out: The folder for what is written.
+        device: Where to read, such as cuda or cpu; a GPU if there is one.
+    """
+    from echo_lm.analysis.command import run
+
+    run(
+        checkpoint,
+        task=task,
+        text=text,
+        tokenizer=tokenizer,
+        tokens=tokens,
+        rows=rows,
+        seed=seed,
+        out=out,
+        device=device,
+    )
+
+
 def main() -> None:
     """Run a command; what is wrong with its arguments is said in one sentence."""
     try:

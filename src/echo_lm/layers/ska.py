@@ -182,11 +182,7 @@ class SpectralKoopmanAttention(nn.Module):
         """Answer every position; `mask` leaves positions out of the memory."""
         check_call(x, self.dim, state, SKAState if self.conv is None else ConvolvedSKAState)
         past = None if state is None else memory_of(state)
-        q, k, v, conv = self._projected(x, state, lengths)
-        if self.lift is not None:
-            q, k = self._lifted(q, k, past)
-        if self.key_norm:
-            q, k = (F.rms_norm(z, z.shape[-1:], eps=NORM_EPS) for z in (q, k))
+        q, k, v, conv = self.project(x, state, lengths=lengths)
         recall = partial(
             ska,
             q,
@@ -208,10 +204,19 @@ class SpectralKoopmanAttention(nn.Module):
             return y, sums
         return y, ConvolvedSKAState(conv, sums)
 
-    def _projected(
-        self, x: Tensor, state: LayerState | None, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, ConvState | None]:
-        """Queries, keys and values of each head, and what the convolution remembers."""
+    def project(
+        self,
+        x: Float[Tensor, "b t d"],
+        state: LayerState | None = None,
+        *,
+        lengths: Int[Tensor, " b"] | None = None,
+    ) -> tuple[
+        Float[Tensor, "b t h r"],
+        Float[Tensor, "b t h r"],
+        Float[Tensor, "b t h p"],
+        ConvState | None,
+    ]:
+        """Queries, keys and values as `ska` takes them, and what the convolution remembers."""
         parts = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         window = None
         if self.conv is not None:
@@ -220,6 +225,10 @@ class SpectralKoopmanAttention(nn.Module):
             mixed, window = self.conv(torch.cat(parts, dim=-1), past, lengths=lengths)
             parts = list(mixed.split(widths, dim=-1))
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)
+        if self.lift is not None:
+            q, k = self._lifted(q, k, None if state is None else memory_of(state))
+        if self.key_norm:
+            q, k = (F.rms_norm(z, z.shape[-1:], eps=NORM_EPS) for z in (q, k))
         return q, k, v, window
 
     def _lifted(self, q: Tensor, k: Tensor, state: SKAState | None) -> tuple[Tensor, Tensor]:
