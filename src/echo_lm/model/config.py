@@ -12,6 +12,16 @@ Mixer = Literal["ska", "mamba2", "mamba3", "attention", "mamba3+ska"]
 MLP = Literal["koopman", "koopman-gated", "swiglu", "none"]
 
 MODEL_TYPE = "echo"
+BESIDE = (
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+)
+"""What transformers notes in the same file; it says nothing of what the model is made of."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +175,7 @@ class EchoConfig:
             raise ValueError(
                 f"This is the configuration of a {kind!r} model, not of an Echo model."
             )
+        entries = {name: entry for name, entry in entries.items() if name not in BESIDE}
         for name, part in PARTS.items():
             if name in entries:
                 entries[name] = _build(part, entries[name], f"{name}.")

@@ -160,7 +160,7 @@ class EchoLM(nn.Module):
             logits_to_keep: Give the logits of so many last places only. The loss then takes the
                 logits in pieces, so that those of a long sequence never exist at once.
         """
-        self._check(input_ids, labels, state, attention_mask, statistics_mask)
+        self._check(input_ids, labels, attention_mask, statistics_mask)
         if logits_to_keep is not None and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be 0 or more, got {logits_to_keep}.")
         reading = self.read(
@@ -184,6 +184,8 @@ class EchoLM(nn.Module):
         return_stream: bool = False,
     ) -> Reading:
         """Run the blocks on tokens that are embedded already; the rest is as in `forward`."""
+        if state is not None:
+            self._check_state(state, len(x))
         rows = None if attention_mask is None else Alignment.of(attention_mask)
         lengths = None
         if rows is not None:
@@ -285,7 +287,6 @@ class EchoLM(nn.Module):
         self,
         input_ids: Tensor,
         labels: Tensor | None,
-        state: EchoState | None,
         *masks: Tensor | None,
     ) -> None:
         if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
@@ -303,8 +304,6 @@ class EchoLM(nn.Module):
         self._check_vocabulary("input_ids", input_ids)
         if labels is not None:
             self._check_vocabulary("labels", labels.masked_fill(labels == IGNORED_LABEL, 0))
-        if state is not None:
-            self._check_state(state, len(input_ids))
 
     def _check_vocabulary(self, name: str, tokens: Tensor) -> None:
         """Without waiting for a device, unless in debug mode."""
@@ -330,7 +329,7 @@ class EchoLM(nn.Module):
             )
         if len(state.count) != batch:
             raise ValueError(
-                f"The state holds {len(state.count)} rows and input_ids {batch}; use "
+                f"The state holds {len(state.count)} rows and what is read {batch}; use "
                 "state.reorder(rows) to pick rows."
             )
 
