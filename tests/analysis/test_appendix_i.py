@@ -70,6 +70,8 @@ def test_lemma_i1_lambda_min_is_at_least_the_ridge(h: Head) -> None:
     rounding = EPS * h.keys.shape[1] * norm(h.full)
     assert float(found.smallest) >= h.ridge - rounding
     assert bool(torch.linalg.cholesky_ex(h.full).info == 0)
+    wanted = float(torch.linalg.cond(h.full))
+    assert_near(found.condition, wanted, h.rounding * wanted)
     if h.keys.shape[0] < h.keys.shape[1]:  # a direction no key has
         assert_near(found.smallest, h.ridge, rounding)
 

@@ -27,7 +27,7 @@ from echo_lm.analysis.gradients import (
     softmax_bound,
     softmax_covariance,
 )
-from echo_lm.analysis.ridge import readout
+from echo_lm.analysis.ridge import readout, ridge_readout
 from echo_lm.layers import Attention, SpectralKoopmanAttention, SpectralKoopmanMLP
 from echo_lm.ops import ska
 
@@ -242,6 +242,31 @@ def test_proposition_j4_bound_says_little_and_the_jacobian_can_vanish() -> None:
         assert sizes[-1] <= jacobian_bound(orders(2), h.values, h.ridge, h.sums.gram)
     assert sizes[1] < 0.01 * sizes[0]
     assert paper_jacobian_bound(h.sums, h.ridge, 2) > 1e5 * sizes[1]
+
+
+def ellipse(flatness: float) -> Head:
+    """Keys that go round an ellipse in quarter turns, each its own value: A_w is nearly a rotation.
+
+    The ridge is a tenth of G's smaller eigenvalue.
+    """
+    turns = torch.tensor([[1.0, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64).repeat(250, 1)
+    keys = turns * torch.tensor([1.0, flatness], dtype=torch.float64)
+    return Head(keys, keys, keys[:1], 50 * flatness**2)
+
+
+@pytest.mark.parametrize("flatness", [1e-1, 1e-2, 1e-3])
+def test_propositions_j4_and_j6_have_roots_that_are_needed(flatness: float) -> None:
+    """There both bounds are within a factor of 5, and wrong without the root in them."""
+    h = ellipse(flatness)
+    J = torch.linalg.svdvals(readout(h.sums, orders(1), h.ridge))
+    B = torch.linalg.svdvals(ridge_readout(h.sums.gram, h.sums.value, h.ridge))
+    nu = torch.linalg.svdvals(h.operator)[-1]
+    above = float(paper_jacobian_bound(h.sums, h.ridge, 1))
+    below = float(smallest_singular_bound(h.sums, h.operator, h.ridge, 1))
+    assert float(B[0]) < float(J[0]) <= above < 5 * float(J[0])
+    assert below <= float(J[-1]) < 5 * below < float(B[-1] * nu)
+    scaled = float(paper_jacobian_bound(h.sums, h.ridge, 1, eta=1.5, gamma=1.2))
+    assert_near(scaled, 1.5 * 1.2 * above, 1e-12 * above)
 
 
 def full_regime(**change: int | str | float) -> tuple[Head, Tensor]:
