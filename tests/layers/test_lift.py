@@ -1,21 +1,14 @@
+"""The lift as a layer; what its features are to rotations: tests/analysis/test_appendix_b.py."""
+
 from __future__ import annotations
 
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from echo_lm.layers.lift import ClebschGordanLift, clebsch_gordan
-from echo_lm.layers.rotary import rotary_tables, rotate
-
-
-def turn(k: Tensor, angles: Tensor) -> Tensor:
-    """Rotate pair j of k by angles[..., j]."""
-    pairs = torch.view_as_complex(k.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.exp(1j * angles)).flatten(-2)
 
 
 def test_features_are_those_of_the_paper() -> None:
@@ -23,38 +16,6 @@ def test_features_are_those_of_the_paper() -> None:
     squares = [complex(3, 4) ** 2, complex(-1, 2) ** 2]
     expected = [25.0, 5.0, *(z.real for z in squares), *(z.imag for z in squares)]
     assert clebsch_gordan(k).tolist() == expected
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), normalize=st.booleans())
-def test_rotations_leave_the_first_block_and_turn_the_others_twice(
-    seed: int, normalize: bool
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    k = torch.randn(3, 5, 2, 8, dtype=torch.float64, generator=generator)
-    angles = torch.rand(3, 5, 2, 4, dtype=torch.float64, generator=generator) * 100
-    lift = ClebschGordanLift(8, rank=5, heads=2, normalize=normalize).double()
-    before, after = lift._features(k), lift._features(turn(k, angles))
-    torch.testing.assert_close(after[..., :4], before[..., :4], rtol=1e-12, atol=1e-13)
-    harmonic_before = torch.complex(before[..., 4:8], before[..., 8:])
-    harmonic_after = torch.complex(after[..., 4:8], after[..., 8:])
-    turned = harmonic_before * torch.exp(2j * angles)
-    torch.testing.assert_close(harmonic_after, turned, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_gram_of_invariants_ignores_positions(normalize: bool) -> None:
-    lift = ClebschGordanLift(16, rank=24, heads=3, normalize=normalize).double()
-    k = torch.randn(1, 40, 3, 16, dtype=torch.float64)
-
-    def gram(start: int, columns: slice) -> Tensor:
-        tables = rotary_tables(start + torch.arange(40)[None], 16, dtype=torch.float64)
-        features = lift._features(rotate(k, *tables))[..., columns]
-        return torch.einsum("bthf,bthg->bhfg", features, features)
-
-    invariant, everything = slice(0, 8), slice(None)
-    torch.testing.assert_close(gram(10**6, invariant), gram(0, invariant), rtol=1e-11, atol=1e-11)
-    assert not torch.allclose(gram(10**6, everything), gram(0, everything), rtol=0.1)
 
 
 def test_normalised_features_grow_like_the_key() -> None:

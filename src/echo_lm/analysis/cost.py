@@ -23,7 +23,9 @@ def exact_chunk_factors(rank: int, size: int) -> int:
 def solve_every_token(rank: int, value_dim: int, order: int) -> int:
     """What "T separate operator estimates" would take for each token: sums, factor, solves, reads.
 
-    A Cholesky factor (r^3 / 6), and 2K + 1 products or triangular solves for one query.
+    A Cholesky factor (r^3 / 6), and for one query K + 1 pairs of triangular solves, K products with
+    M and one with C. Fewer than the exact chunk form's while r is below about 90 (K = 2, P = 64):
+    that form gains by being matrix products, and by asymptotics.
     """
     r, P, K = rank, value_dim, order
     return 2 * r**2 + r * P + r**3 // 6 + (2 * K + 1) * r**2 + r * P

@@ -64,7 +64,7 @@ class LayerReading:
 
     @property
     def gain(self) -> Float[Tensor, " h"]:
-        """What no answer of the filter can exceed, times the answer of order 0."""
+        """What |sum_j c_j A_w^j| cannot exceed."""
         return filter_gain(self.coefficients)
 
     @property

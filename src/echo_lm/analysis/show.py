@@ -151,7 +151,7 @@ def draw_spectra(reading: LayerReading, path: Path) -> None:
         for ax in panels[heads:]:
             ax.set_visible(False)
         bar = axes[0, 0].figure.colorbar(image, ax=axes, shrink=0.8)
-        bar.set_label("|Σ c_j x^j| / Σ |c_j|")
+        bar.set_label("|Σ c_j x^j|, largest = 1")
 
 
 def draw_disk(reading: LayerReading, head: int, ax: Any) -> Any:
