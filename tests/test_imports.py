@@ -9,7 +9,18 @@ import pytest
 
 import echo_lm
 
-OPTIONAL = ("transformers", "accelerate", "lm_eval", "matplotlib", "datasets", "fla", "mamba_ssm")
+OPTIONAL = (
+    "transformers",
+    "accelerate",
+    "lm_eval",
+    "matplotlib",
+    "datasets",
+    "pyarrow",
+    "tokenizers",
+    "zstandard",
+    "fla",
+    "mamba_ssm",
+)
 HELP = """
 import sys
 from echo_lm.cli import main
@@ -40,6 +51,8 @@ def fresh(code: str) -> str:
         HELP.format(arguments=["info", "--help"]),
         HELP.format(arguments=["demo", "--help"]),
         HELP.format(arguments=["analyze", "--help"]),
+        HELP.format(arguments=["data", "prepare", "--help"]),
+        "import echo_lm.data.preparation, echo_lm.data.tokenizer, echo_lm.data.shards",
     ],
 )
 def test_does_not_load_torch(code: str) -> None:
@@ -48,6 +61,7 @@ def test_does_not_load_torch(code: str) -> None:
 
 def test_the_model_loads_no_optional_package() -> None:
     code = "import sys, echo_lm.cli, echo_lm.demo, echo_lm.info, echo_lm.layers\n"
+    code += "import echo_lm.data.source, echo_lm.data.command\n"
     loaded = fresh(code + f"print([name for name in {OPTIONAL} if name in sys.modules])")
     assert loaded.strip() == "[]"
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    from echo_lm.data.inputs import Dataset
 
 app = tyro.extras.SubcommandApp()
 
@@ -136,6 +139,117 @@ def analyze(
         out=out,
         device=device,
     )
+
+
+data = tyro.extras.SubcommandApp()
+app.command(data, name="data", help="Text into tokens to train on: prepare, train-tokenizer.")
+
+Files = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FILE ...]")]
+
+
+@data.command
+def prepare(
+    files: Files = (),
+    *,
+    tokenizer: Path,
+    out: Path,
+    held_out: tuple[Path, ...] = (),
+    held_out_share: float = 0.0,
+    dataset: str | None = None,
+    subset: str | None = None,
+    dataset_split: str = "train",
+    field: str = "text",
+    source_field: str = "source",
+    separator: str = "<|endoftext|>",
+    shard_tokens: int = 1 << 24,
+    max_tokens: int | None = None,
+    processes: int | None = None,
+) -> None:
+    """Tokenise text into shards to train on; the same call again goes on where one stopped.
+
+    Files, or folders of them, end in .jsonl (an object a line), .parquet or .txt (a document, or
+    several between lines "<|endoftext|>"), also with .xz, .zst or .gz. Or a dataset is streamed:
+
+        echo-lm data prepare --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT
+            --held-out-share 0.001 --tokenizer tokenizer.json --out fineweb-edu
+
+    Args:
+        files: Text to train on.
+        tokenizer: A tokenizer.json.
+        out: The folder to fill.
+        held_out: Text for testing; it is left out of FILE.
+        held_out_share: The share of the other documents that is for testing, such as 0.01.
+        dataset: A dataset of the Hugging Face hub.
+        subset: The configuration of the dataset.
+        dataset_split: The split of the dataset.
+        field: What the text of a document is called.
+        source_field: What names where a document is from, if anything does.
+        separator: The token that is put before every document.
+        shard_tokens: How large a shard is.
+        max_tokens: Stop at so many to train on.
+        processes: How many work; as many as there are cores.
+    """
+    from echo_lm.data.command import run_prepare
+    from echo_lm.data.inputs import Fields
+
+    run_prepare(
+        files,
+        tokenizer=tokenizer,
+        out=out,
+        held_out=held_out,
+        held_out_share=held_out_share,
+        dataset=_dataset(dataset, subset, dataset_split),
+        fields=Fields(field, source_field),
+        separator=separator,
+        shard_tokens=shard_tokens,
+        max_tokens=max_tokens,
+        processes=processes,
+    )
+
+
+@data.command
+def train_tokenizer(
+    files: Files = (),
+    *,
+    out: Path,
+    vocab_size: int = 32_000,
+    dataset: str | None = None,
+    subset: str | None = None,
+    dataset_split: str = "train",
+    field: str = "text",
+    max_bytes: int | None = None,
+) -> None:
+    """Learn a byte-level BPE tokenizer from text, which is read as `prepare` does.
+
+    Args:
+        files: Text to learn from.
+        out: The tokenizer.json to write.
+        vocab_size: How many tokens.
+        dataset: A dataset of the Hugging Face hub.
+        subset: The configuration of the dataset.
+        dataset_split: The split of the dataset.
+        field: What the text of a document is called.
+        max_bytes: Read no more text than this.
+    """
+    from echo_lm.data.command import run_train_tokenizer
+    from echo_lm.data.inputs import Fields
+
+    run_train_tokenizer(
+        files,
+        out=out,
+        vocab_size=vocab_size,
+        dataset=_dataset(dataset, subset, dataset_split),
+        fields=Fields(field),
+        max_bytes=max_bytes,
+    )
+
+
+def _dataset(name: str | None, subset: str | None, split: str) -> Dataset | None:
+    from echo_lm.data.inputs import Dataset
+
+    if name is None and subset is not None:
+        raise ValueError(f"subset {subset!r} is of a dataset: name that too.")
+    return None if name is None else Dataset(name, subset, split)
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from echo_lm.interrupt import deferred_interrupt
 from echo_lm.train import train
-from echo_lm.train.interrupt import deferred_interrupt
 
 from .pairs import Pairs
 from .runs import SHORT, at_step, small_model
@@ -66,7 +66,7 @@ def test_being_asked_again_is_at_once(
         signal.raise_signal(number)
         signal.raise_signal(number)
         assert interrupted()
-        monkeypatch.setattr("echo_lm.train.interrupt.ONE_WISH", 0.0)
+        monkeypatch.setattr("echo_lm.interrupt.ONE_WISH", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) is before

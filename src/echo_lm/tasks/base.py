@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from jaxtyping import Bool, Int
@@ -39,24 +39,27 @@ class Batch:
         """Where there is something to predict."""
         return self.labels != IGNORED_LABEL
 
-    def to(self, device: torch.device | str) -> Batch:
-        return Batch(self.tokens.to(device), self.labels.to(device), self.facts.to(device))
+    def map(self, act: Callable[[Tensor], Tensor]) -> Self:
+        """The same done to every tensor."""
+        return type(self)(**{name: act(tensor) for name, tensor in vars(self).items()})
 
-    def rows(self, which: slice) -> Batch:
+    def to(self, device: torch.device | str) -> Self:
+        return self.map(lambda tensor: tensor.to(device))
+
+    def rows(self, which: slice) -> Self:
         """Some of the examples."""
-        return Batch(self.tokens[which], self.labels[which], self.facts[which])
+        return self.map(lambda tensor: tensor[which])
 
-    def pieces(self, count: int) -> list[Batch]:
+    def pieces(self, count: int) -> list[Self]:
         """The examples in so many parts of one size."""
         size = len(self.tokens) // count
         return [self.rows(slice(start, start + size)) for start in range(0, size * count, size)]
 
-    def replaced(self, rows: Int[Tensor, " n"], by: Batch) -> Batch:
+    def replaced(self, rows: Int[Tensor, " n"], by: Self) -> Self:
         """Other examples in these rows."""
-        return Batch(
-            self.tokens.index_copy(0, rows, by.tokens),
-            self.labels.index_copy(0, rows, by.labels),
-            self.facts.index_copy(0, rows, by.facts),
+        other = vars(by)
+        return type(self)(
+            **{name: old.index_copy(0, rows, other[name]) for name, old in vars(self).items()}
         )
 
 

@@ -9,13 +9,14 @@ from dataclasses import asdict, is_dataclass
 from itertools import takewhile
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from echo_lm.evaluate.recall import Source, recall
+from echo_lm.interrupt import deferred_interrupt
 from echo_lm.model.lm import EchoLM
 from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.ops.backends import autocast
@@ -31,7 +32,6 @@ from echo_lm.train.history import (
     records_until,
     write_records,
 )
-from echo_lm.train.interrupt import deferred_interrupt
 from echo_lm.train.nonfinite import Diverged, find_cause
 from echo_lm.train.optimiser import decayed_names, parameter_groups, set_learning_rate
 from echo_lm.train.parallel import Alone
@@ -316,8 +316,18 @@ def count_targets(batch: Batch) -> Tensor:
     return (batch.labels[:, 1:] != IGNORED_LABEL).sum()
 
 
+@runtime_checkable
+class TellsItself(Protocol):
+    """A source that knows what of it must be the same for a run to go on."""
+
+    def describe(self) -> dict[str, Any]: ...
+
+
 def describe(source: Source) -> dict[str, Any]:
     """A source as JSON, to tell whether a run goes on with the same."""
-    entries = asdict(source) if is_dataclass(source) else vars(source)
+    if isinstance(source, TellsItself):
+        entries = source.describe()
+    else:
+        entries = asdict(source) if is_dataclass(source) else vars(source)
     told = json.loads(json.dumps(entries, default=lambda value: type(value).__name__))
     return {"kind": type(source).__name__, **told}
