@@ -50,7 +50,7 @@ def test_transfer(tmp_path: Path) -> None:
     brief = briefly(transfer.Transfer(), lengths=[64])
     cells = [
         {"model": model, "lr": lr}
-        for model, lr in zip(transfer.MODELS, [3e-4, 3e-4, 2e-3, 2e-3], strict=True)
+        for model, lr in zip(transfer.MODELS, [3e-4] * 3 + [2e-3] * 2, strict=True)
     ]
     brief.cells = lambda scale: cells
     report, records = run(brief, tmp_path)
@@ -79,12 +79,12 @@ def test_transfer_puts_a_number_beside_the_papers_of_the_same_model_and_length()
 def test_length(tmp_path: Path) -> None:
     far = {"lengths for ours": [128], "far lengths": [1500]}
     report, records = run(briefly(length.Length(), lengths=[64], **far), tmp_path)
-    assert len(records) == len(length.models()) + 1
+    assert len(records) == len(length.MODELS) + 1
     assert "What ours remembers at 1,500 tokens takes" in report
     read = {
         r["settings"]["read"]: [point["length"] for point in r["numbers"]["readings"]]
         for r in records
-        if r["settings"]["model"] == length.OURS
+        if r["settings"]["model"] == length.TIED
     }
     assert read == {"near": [64, 128] * 2, "far": [1500, 1500]}
 
@@ -108,7 +108,7 @@ def test_mqar(grid: mqar.MQARGrid, tmp_path: Path) -> None:
 
 def test_mqar_cells_cover_the_papers_grid() -> None:
     cells = mqar.MQAR50M().cells("full")
-    assert len(cells) == 5 * 4 * 4
+    assert len(cells) == 6 * 4 * 4
     assert {(cell["pairs"], cell["gap"]) for cell in cells} >= {(4, 64), (32, 4096)}
     assert mqar.said("SSM+Attn", 4, 4096, 4096) == "< 100"
     assert mqar.said("SSM+Attn", 8, 4096, 4096) == "100"

@@ -422,3 +422,16 @@ def test_positions_of_lifted_keys_count_masked_tokens() -> None:
 def test_softplus_of_the_ridge_keeps_fp64() -> None:
     layer = make("ours")
     assert torch.equal(layer.ridge, F.softplus(layer.raw_ridge))
+
+
+def test_a_tied_start_makes_queries_of_keys_and_changes_no_other_weight() -> None:
+    apart, tied = (started(tied_start=tied) for tied in (False, True))
+    assert torch.equal(tied.q_proj.weight, tied.k_proj.weight)
+    assert not torch.equal(apart.q_proj.weight, apart.k_proj.weight)
+    for name, weight in apart.state_dict().items():
+        assert name == "q_proj.weight" or torch.equal(weight, tied.state_dict()[name])
+
+
+def started(**options: Any) -> SpectralKoopmanAttention:
+    torch.manual_seed(0)
+    return SpectralKoopmanAttention(DIM, heads=HEADS, rank=RANK, **options)

@@ -21,7 +21,7 @@ from echo_lm.experiments.base import (
     percent,
     select,
 )
-from echo_lm.experiments.training import first_step, fit, read_over, steps_needed
+from echo_lm.experiments.training import first_step, fit, preset, read_over, steps_needed
 from echo_lm.model.config import EchoConfig
 from echo_lm.plots import figure, line
 from echo_lm.tasks import MQAR
@@ -40,8 +40,7 @@ class MQARGrid(Experiment):
     """M pairs, a gap of noise, every key again: one model trained for each M and gap."""
 
     source = "section 5.2"
-    models: ClassVar[dict[str, str]]
-    """Presets, by the names shown."""
+    models: ClassVar[dict[str, EchoConfig]]
     steps: ClassVar[int]
     lr: ClassVar[float]
     smoke_depth: ClassVar[int]
@@ -73,7 +72,7 @@ class MQARGrid(Experiment):
     def run(
         self, protocol: Mapping[str, Any], settings: Settings, seed: int, bench: Workbench
     ) -> dict[str, Any]:
-        config = EchoConfig.preset(self.models[settings["model"]])
+        config = self.models[settings["model"]]
         if protocol["layers"] != "all":
             config = replace(config, mixers=config.mixers[: protocol["layers"]])
         task = MQAR(settings["pairs"], settings["gap"])
@@ -145,10 +144,11 @@ class MQARSmall(MQARGrid):
     name = "mqar-small"
     title = "Recall across a gap, models of a million parameters and less"
     models: ClassVar = {
-        "SSM": "synthetic-ssm",
-        "SSM+Attn": "synthetic-attention",
-        "SSM+SKA (paper)": "synthetic-ska-paper",
-        "SSM+SKA (ours)": "synthetic-ska",
+        "SSM": preset("synthetic-ssm"),
+        "SSM+Attn": preset("synthetic-attention"),
+        "SSM+SKA (paper)": preset("synthetic-ska-paper"),
+        "SSM+SKA (ours)": preset("synthetic-ska"),
+        "SSM+SKA (ours, tied start)": preset("synthetic-ska", tied_start=True),
     }
     steps = 1000
     lr = 2e-3
@@ -161,11 +161,12 @@ class MQAR50M(MQARGrid):
     name = "mqar-50m"
     title = "Recall across a gap, at the 50M scale"
     models: ClassVar = {
-        "SSM": "mamba2-50m",
-        "SSM+Attn": "mamba2-attention-50m",
-        "SSM+SKA": "mamba2-ska-swiglu-50m",
-        "Echo (paper)": "echo-50m-paper",
-        "Echo": "echo-50m",
+        "SSM": preset("mamba2-50m"),
+        "SSM+Attn": preset("mamba2-attention-50m"),
+        "SSM+SKA": preset("mamba2-ska-swiglu-50m"),
+        "Echo (paper)": preset("echo-50m-paper"),
+        "Echo": preset("echo-50m"),
+        "Echo (tied start)": preset("echo-50m", tied_start=True),
     }
     steps = 2000
     lr = 3e-4

@@ -93,6 +93,12 @@ def build(config: EchoConfig, source: Task, seed: int) -> EchoLM:
     return EchoLM(replace(config, vocab_size=source.vocab_size))
 
 
+def preset(name: str, **changes: Any) -> EchoConfig:
+    """A preset, with settings of its SKA layers changed."""
+    config = EchoConfig.preset(name)
+    return replace(config, ska=replace(config.ska, **changes))
+
+
 def training_curves(history: History) -> dict[str, list[float]]:
     """Up to each step shown, since the one before: mean loss and largest gradient norm."""
     taken = [record for record in history.records if "loss" in record]

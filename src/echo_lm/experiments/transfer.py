@@ -20,16 +20,16 @@ from echo_lm.experiments.base import (
     percent,
     select,
 )
-from echo_lm.experiments.training import fit, found_at, read_over
-from echo_lm.model.config import EchoConfig
+from echo_lm.experiments.training import fit, found_at, preset, read_over
 from echo_lm.plots import band, figure, line
 from echo_lm.tasks import MQAR, NIAH, CommonWord, Mixture, MultiHop, SystemPrompt, Task, ToolTrace
 
 MODELS = {
-    "SSM": "synthetic-ssm",
-    "SSM+Attn": "synthetic-attention",
-    "SSM+SKA (paper)": "synthetic-ska-paper",
-    "SSM+SKA (ours)": "synthetic-ska",
+    "SSM": preset("synthetic-ssm"),
+    "SSM+Attn": preset("synthetic-attention"),
+    "SSM+SKA (paper)": preset("synthetic-ska-paper"),
+    "SSM+SKA (ours)": preset("synthetic-ska"),
+    "SSM+SKA (ours, tied start)": preset("synthetic-ska", tied_start=True),
 }
 TRAINED = ("SysPrompt", "ToolTrace")
 RATES = (3e-4, 2e-3)
@@ -130,7 +130,7 @@ class Transfer(Experiment):
     def run(
         self, protocol: Mapping[str, Any], settings: Settings, seed: int, bench: Workbench
     ) -> dict[str, Any]:
-        config = EchoConfig.preset(MODELS[settings["model"]])
+        config = MODELS[settings["model"]]
         curriculum = Mixture(
             tuple(
                 kind(pairs, length)

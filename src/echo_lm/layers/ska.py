@@ -69,6 +69,8 @@ class SpectralKoopmanAttention(nn.Module):
             none. What a mask leaves out of the memory still passes through it.
         conv_silu: Whether the convolution ends in SiLU.
         key_norm: Scale every key and query to length sqrt(rank): none is louder than another.
+        tied_start: Start queries from the weights of the keys, so that a token finds its like
+            before anything is learned.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class SpectralKoopmanAttention(nn.Module):
         conv_kernel: int = 0,
         conv_silu: bool = True,
         key_norm: bool = False,
+        tied_start: bool = False,
     ) -> None:
         super().__init__()
         _check(dim, heads, rank, filter, order, ridge, lift)
@@ -107,6 +110,7 @@ class SpectralKoopmanAttention(nn.Module):
         self.conv = ShortConv(width, conv_kernel, silu=conv_silu) if conv_kernel else None
         self.lift = ClebschGordanLift(lift, rank=rank, heads=heads) if lift else None
         self.key_norm = key_norm
+        self.tied_start = tied_start
         self.eta = _spectral(torch.tensor([float(eta)]))
         if filter == "bank":
             self.coef = _spectral(_one_hot_orders(heads, order))
@@ -128,6 +132,8 @@ class SpectralKoopmanAttention(nn.Module):
         for proj in (self.q_proj, self.k_proj):
             for head in proj.weight.data.chunk(self.heads):
                 nn.init.orthogonal_(head)
+        if self.tied_start:
+            self.q_proj.weight.data.copy_(self.k_proj.weight.data)
         nn.init.xavier_uniform_(self.v_proj.weight)
         nn.init.zeros_(self.out_proj.weight)
 

@@ -41,6 +41,7 @@ class SKAConfig:
     conv_kernel: int = 0
     conv_silu: bool = True
     key_norm: bool = False
+    tied_start: bool = False
 
     def __post_init__(self) -> None:
         _whole(self, "rank", "chunk_size")
@@ -51,6 +52,7 @@ class SKAConfig:
         _one_of(self, "relative_ridge", False, True, "trace")
         _one_of(self, "conv_silu", False, True)
         _one_of(self, "key_norm", False, True)
+        _one_of(self, "tied_start", False, True)
         for name in ("ridge", "half_life"):
             if getattr(self, name) is not None:
                 _positive(self, name)
