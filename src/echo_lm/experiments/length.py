@@ -54,7 +54,7 @@ class Length(Experiment):
     def protocol(self, scale: Scale) -> dict[str, Any]:
         full = scale == "full"
         return {
-            "steps": 2000 if full else 20,
+            "steps": 1500 if full else 20,
             "batch": 16 if full else 4,
             "lr": 2e-3,
             "warmup": 100 if full else 5,
@@ -67,6 +67,7 @@ class Length(Experiment):
             "lengths": [2**n for n in range(6, 13)] if full else [64, 128, 256],
             "lengths for ours": [16_384] if full else [512],
             "rows": 64 if full else 8,
+            "rows for ours": 32 if full else 2,
             "far lengths": [131_072, 1_048_576] if full else [4096],
             "rows far away": 8 if full else 1,
         }
@@ -88,8 +89,13 @@ class Length(Experiment):
         )
         test = NIAH(4, max(protocol["trained on lengths"]), queries=4)
         fitted = fit(MODELS[settings["model"]], haystacks, protocol, seed, bench, test=test)
-        lengths, rows = what_to_read(protocol, settings)
-        readings = read_over(fitted, grid_of(protocol["needles"], lengths), rows=rows, seed=seed)
+        readings = [
+            reading
+            for lengths, rows in to_read(protocol, settings)
+            for reading in read_over(
+                fitted, grid_of(protocol["needles"], lengths), rows=rows, seed=seed
+            )
+        ]
         return {**fitted.numbers(), "readings": readings}
 
     def tables(self, done: Sequence[Finished]) -> list[Table]:
@@ -122,12 +128,14 @@ class Length(Experiment):
             axes[0, 0].legend(fontsize=6, loc="lower left")
 
 
-def what_to_read(protocol: Mapping[str, Any], settings: Settings) -> tuple[list[int], int]:
+def to_read(protocol: Mapping[str, Any], settings: Settings) -> list[tuple[list[int], int]]:
     """Lengths of haystacks, and how many of each."""
     if settings["read"] == "far":
-        return protocol["far lengths"], protocol["rows far away"]
-    also = protocol["lengths for ours"] if settings["model"] in (OURS, TIED) else []
-    return [*protocol["lengths"], *also], protocol["rows"]
+        return [(protocol["far lengths"], protocol["rows far away"])]
+    near = [(protocol["lengths"], protocol["rows"])]
+    if settings["model"] in (OURS, TIED):
+        near.append((protocol["lengths for ours"], protocol["rows for ours"]))
+    return near
 
 
 def grid_of(needles: Sequence[int], lengths: Sequence[int]) -> list[tuple[Settings, NIAH]]:
