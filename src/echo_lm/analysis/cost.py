@@ -24,8 +24,8 @@ def solve_every_token(rank: int, value_dim: int, order: int) -> int:
     """What "T separate operator estimates" would take for each token: sums, factor, solves, reads.
 
     A Cholesky factor (r^3 / 6), and for one query K + 1 pairs of triangular solves, K products with
-    M and one with C. Fewer than the exact chunk form's while r is below about 90 (K = 2, P = 64):
-    that form gains by being matrix products, and by asymptotics.
+    M and one with C. Fewer than the exact chunk form's up to r = 83 (K = 2, P = 64, any S): what
+    that form gains there is that its work comes as products of matrices.
     """
     r, P, K = rank, value_dim, order
     return 2 * r**2 + r * P + r**3 // 6 + (2 * K + 1) * r**2 + r * P
