@@ -1,4 +1,4 @@
-"""What one head may have read: keys that are random, and keys that are hard, always in fp64."""
+"""A head that has read keys of some kind, with values of any width, and is asked, in fp64."""
 
 from __future__ import annotations
 
@@ -12,20 +12,9 @@ from torch import Tensor
 
 from echo_lm.analysis.operator import Sums, conditioning, regularised, sums, whitened_operator
 
-EPS = torch.finfo(torch.float64).eps
+from .draws import EPS, KINDS, draw_keys
 
-KINDS = (
-    "normal",
-    "few directions",
-    "repeated",
-    "constant",
-    "silent",
-    "one loud",
-    "spread",
-    "shift",
-    "drift",
-)
-RIDGES = (1e-6, 1e-2, 1.0, 1e4)
+RIDGES = (1e-4, 1e-2, 1.0, 1e4)
 
 thorough = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -84,48 +73,24 @@ def head(
     ridge: float = 0.1,
     seed: int = 0,
 ) -> Head:
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(seed + 1)  # not what the keys are drawn with
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
     return Head(
-        keys=draw_keys(kind, normal(tokens, rank), normal(tokens, 1)),
+        keys=draw_keys(kind, tokens, rank, seed),
         values=normal(tokens, width),
         queries=normal(7, rank),
         ridge=ridge,
     )
 
 
-def draw_keys(kind: str, k: Tensor, one_each: Tensor) -> Tensor:
-    """Keys of a kind, made of random ones and of one more number for each."""
-    tokens, rank = k.shape
-    match kind:
-        case "few directions":
-            return one_each * k[:1]
-        case "repeated":
-            return k[torch.arange(tokens) % min(3, tokens)]
-        case "constant":
-            return k[:1].expand(tokens, -1)
-        case "silent":
-            return torch.zeros_like(k)
-        case "one loud":
-            return k * torch.where(torch.arange(tokens) == tokens // 2, 30.0, 1.0)[:, None]
-        case "spread":
-            return k * 10 ** one_each.clamp(-1, 1)
-        case "shift":  # each direction once, one after the other: A_w is nilpotent
-            return torch.eye(max(tokens, rank), dtype=k.dtype)[:tokens, :rank]
-        case "drift":
-            return k.cumsum(0) / tokens**0.5
-        case _:
-            return k
-
-
 ridges = st.sampled_from(RIDGES)
 sizes = st.integers(1, 7)
 heads = st.builds(
     head,
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(sorted(KINDS)),
     tokens=st.integers(1, 24),
     rank=sizes,
     width=sizes,

@@ -39,7 +39,8 @@ from echo_lm.analysis.ridge import (
 )
 from echo_lm.ops import SKAState, ska
 
-from .heads import EPS, KINDS, RIDGES, Head, assert_near, head, heads, norm, thorough
+from .draws import EPS, KINDS
+from .heads import RIDGES, Head, assert_near, head, heads, norm, thorough
 
 power = torch.linalg.matrix_power
 

@@ -31,7 +31,8 @@ from echo_lm.analysis.ridge import readout, ridge_readout
 from echo_lm.layers import Attention, SpectralKoopmanAttention, SpectralKoopmanMLP
 from echo_lm.ops import ska
 
-from .heads import EPS, Head, assert_near, head, heads, norm, rank_of, thorough
+from .draws import EPS
+from .heads import Head, assert_near, head, heads, norm, rank_of, thorough
 
 
 def normal(*shape: int) -> Tensor:
@@ -219,7 +220,7 @@ def test_proposition_j4_ska_jacobian_and_its_norm(h: Head, order: int, gamma: fl
 def test_proposition_j4_bound_grows_as_the_ridge_shrinks_and_the_jacobian_does_not() -> None:
     """Orthonormal keys, order 0: the bound is sqrt(1 + 1 / ridge) times too large, ours exact."""
     for ridge in (1.0, 1e-4, 1e-8):
-        h = head("shift", tokens=4, rank=4, ridge=ridge)
+        h = head("chain", tokens=4, rank=4, ridge=ridge)
         size = norm(readout(h.sums, orders(0), ridge))
         ratio = float(paper_jacobian_bound(h.sums, ridge, 0)) / size
         assert_near(ratio, (1 + 1 / ridge) ** 0.5, 1e-12 * ratio)
@@ -288,10 +289,10 @@ def test_proposition_j5_full_rank_regime(ridge: float, width: int) -> None:
     ("change", "rank"),
     [
         ({"width": 3}, 3),  # P < r, and so rank(C) < r; A_w is invertible
-        ({"kind": "shift", "tokens": 4}, 2),  # C has full rank; A_w is nilpotent
+        ({"kind": "chain", "tokens": 4}, 2),  # C has full rank; A_w is nilpotent
         ({"tokens": 3}, 2),  # T < r: as many directions as there are pairs
         ({"kind": "few directions"}, 1),
-        ({"kind": "silent"}, 0),  # nothing read: the first chunk of chunk mode
+        ({"kind": "zero"}, 0),  # nothing read: the first chunk of chunk mode
     ],
 )
 def test_proposition_j5_needs_each_hypothesis(change: dict, rank: int) -> None:
@@ -330,7 +331,7 @@ def test_proposition_j6_says_something_in_the_full_rank_regime() -> None:
     h, J = full_regime(ridge=1.0)
     bound = float(smallest_singular_bound(h.sums, h.operator, h.ridge, 2))
     assert 0 < bound <= float(torch.linalg.svdvals(J)[-1])
-    shift, _ = full_regime(kind="shift", tokens=4)
+    shift, _ = full_regime(kind="chain", tokens=4)
     assert smallest_singular_bound(shift.sums, shift.operator, shift.ridge, 2) == 0
     h, J = full_regime(width=3)
     null = torch.linalg.svd(J).Vh[-1]
