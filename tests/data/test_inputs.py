@@ -60,7 +60,8 @@ def test_a_folder_is_its_files_by_name_without_what_is_held_out(tmp_path: Path) 
     for name in ("b.jsonl", "a.txt", "test.jsonl.xz"):
         write_lines(tmp_path / name, TEXTS)
     (tmp_path / "README.md").touch()
-    found = open_inputs([tmp_path], without=[tmp_path / "test.jsonl.xz"])
+    twice = [tmp_path, tmp_path / "a.txt"]
+    found = open_inputs(twice, without=[tmp_path / "test.jsonl.xz"])
     assert [Path(one.name).name for one in found] == ["a.txt", "b.jsonl"]
 
 

@@ -58,7 +58,7 @@ class Folder:
 
     @property
     def tokens(self) -> int:
-        return sum(writer.total("tokens") for writer in self.writers.values())
+        return sum(writer.totals["tokens"] for writer in self.writers.values())
 
     def take(self, some: Tokens) -> bool:
         """Add documents in order; False when there are enough of them."""
@@ -78,7 +78,7 @@ class Folder:
     @property
     def enough(self) -> bool:
         most = self.recipe["max_tokens"]
-        return most is not None and self.writers["train"].total("tokens") >= most
+        return most is not None and self.writers["train"].totals["tokens"] >= most
 
     def add(self, split: Split, tokens: UInt[ndarray, " t"], source: str, size: int) -> None:
         writer = self.writers[split]
@@ -121,6 +121,9 @@ class Writer:
     ) -> None:
         self.folder, self.split, self.dtype, self.room = folder, split, dtype, room
         self.shards = shards
+        self.totals = {
+            name: sum(shard[name] for shard in shards) for name in ("tokens", "documents", "bytes")
+        }
         self.pieces: list[UInt[ndarray, " t"]] = []
         self.documents: list[tuple[int, int]] = []
         self.unwritten = False
@@ -134,9 +137,6 @@ class Writer:
     def full(self) -> bool:
         return bool(self.shards) and self.shards[-1]["tokens"] >= self.room
 
-    def total(self, name: str) -> int:
-        return sum(shard[name] for shard in self.shards)
-
     def begin_shard(self) -> None:
         """Of the next one; what was in the last one is on disk."""
         self.pieces, self.documents = [], []
@@ -149,9 +149,10 @@ class Writer:
         last = self.shards[-1]
         self.pieces.append(tokens)
         self.documents.append((last["tokens"], source))
-        last["tokens"] += len(tokens)
-        last["documents"] += 1
-        last["bytes"] += size
+        for entry in (last, self.totals):
+            entry["tokens"] += len(tokens)
+            entry["documents"] += 1
+            entry["bytes"] += size
         self.unwritten = True
 
     def write(self) -> None:
@@ -161,14 +162,12 @@ class Writer:
         name = self.shards[-1]["name"]
         self.pieces = [np.concatenate(self.pieces)]
         write_whole(self.folder / token_file(name), _as_npy(self.pieces[0]))
-        write_whole(
-            self.folder / document_file(name), _as_npy(np.array(self.documents, dtype="<i8"))
-        )
+        documents = np.array(self.documents, np.int64)
+        write_whole(self.folder / document_file(name), _as_npy(documents))
         self.unwritten = False
 
     def entry(self) -> dict[str, Any]:
-        totals = {name: self.total(name) for name in ("tokens", "documents", "bytes")}
-        return {**totals, "shards": self.shards}
+        return {**self.totals, "shards": self.shards}
 
 
 def _as_npy(array: ndarray) -> memoryview:

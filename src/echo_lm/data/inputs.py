@@ -233,10 +233,10 @@ COMPRESSED = (".xz", ".zst", ".gz")
 
 
 def open_inputs(paths: Sequence[Path], without: Sequence[Path] = ()) -> list[Input]:
-    """The files, those of a folder by name, without some of them."""
-    left_out = {path.resolve() for path in without}
-    found = [file for path in paths for file in _files(path)]
-    return [_open(file) for file in found if file.resolve() not in left_out]
+    """The files, each once, those of a folder by name, without some of them."""
+    left_out = {file.resolve() for path in without for file in _files(path)}
+    found = {file.resolve(): file for path in paths for file in _files(path)}
+    return [_open(file) for place, file in found.items() if place not in left_out]
 
 
 def _files(path: Path) -> list[Path]:

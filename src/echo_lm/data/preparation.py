@@ -80,7 +80,7 @@ def prepare(
     if folder.complete:
         return folder.manifest
     settings = Settings(tokenizer, separator_id, dtype, fields, held_out_share)
-    processes = processes or len(os.sched_getaffinity(0))
+    processes = processes or _cores()
     work = tokenise(pieces(inputs, fields, folder.next), settings, processes)
     progress = Progress(console, [one for one, _ in inputs], folder.next[0], folder.tokens)
     with progress, deferred_interrupt() as interrupted, closing(work):
@@ -107,6 +107,13 @@ def _check(
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}.")
+
+
+def _cores() -> int:
+    """Those this process may use; not every system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _measure(tokenizer: Path, separator: str) -> tuple[int, int]:

@@ -130,7 +130,8 @@ class TokenShards:
 def _mapped(path: Path, dtype: np.dtype | str, shape: tuple[int, ...]) -> ndarray:
     """A file as an array that the system reads as it is looked at."""
     try:
-        array: ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        # Mapped all the same, and cut faster than numpy's class for that.
+        array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path} cannot be read: {error}; copy or prepare it again.") from None
     if array.dtype != dtype or array.shape != shape:

@@ -178,6 +178,7 @@ def _on_device(
     tokens: Int[ndarray, "b t"], documents: Int[ndarray, "b t"], device: torch.device
 ) -> TextBatch:
     """A GPU gets four bytes a token from pinned memory, without the host waiting for it."""
+    padded = bool((documents[:, -1] < 0).any())
     moved = []
     for array in (tokens, documents):
         tensor = torch.from_numpy(array)
@@ -186,4 +187,5 @@ def _on_device(
         moved.append(tensor.to(device, non_blocking=True))
     ids, numbers = moved[0].long(), moved[1]
     real = numbers >= 0
-    return TextBatch(ids, ids.masked_fill(~real, IGNORED_LABEL), real, numbers)
+    labels = ids.masked_fill(~real, IGNORED_LABEL) if padded else ids
+    return TextBatch(ids, labels, real, numbers)
