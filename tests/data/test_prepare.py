@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import resource
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from rich.console import Console
 
 from echo_lm.data import TokenShards, prepare, train_tokenizer
 from echo_lm.data.folder import Folder
@@ -192,8 +194,8 @@ def test_a_folder_of_something_else_is_refused(tokenizer: Path, tmp_path: Path) 
         ({"shard_tokens": 0}, "shard_tokens must be at least 1, got 0"),
         ({"processes": 0}, "processes must be at least 1, got 0"),
         ({"separator": "</s>"}, r"tokenizer.json has no token '</s>': name one with --separator"),
-        ({"tokenizer": Path("nowhere.json")}, r"There is no tokenizer nowhere\.json"),
-        ({"tokenizer": Path(__file__)}, r"test_prepare\.py is no tokenizer\.json"),
+        ({"tokenizer": Path("nowhere.json")}, r"There is no tokenizer at nowhere\.json"),
+        ({"tokenizer": Path(__file__)}, r"test_prepare\.py is not a tokenizer\.json"),
         ({"files": []}, "There is nothing to train on"),
     ],
 )
@@ -262,6 +264,21 @@ def test_a_tokenizer_that_would_cut_and_pad_does_not(tokenizer: Path, tmp_path: 
     assert len(cuts.encode(text)) == 3
     whole = load_tokenizer(tmp_path / "cuts.json")
     assert whole.decode(whole.encode(text).ids) == text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_told(
+    terminal: bool, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a terminal all the time, elsewhere now and then; at the end in any case."""
+    monkeypatch.setattr("echo_lm.data.progress.QUIET", 0.0)
+    shown = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+    out = prepared(tmp_path, tokenizer, TEXTS, console=shown)
+    assert isinstance(shown.file, io.StringIO)
+    lines = shown.file.getvalue().splitlines()
+    total = TokenShards(out).tokens("train")
+    assert f"{total:,} tokens, input 1 of 1, " in lines[-1]
+    assert len([line for line in lines if "tokens/s" in line]) >= 2
 
 
 def test_a_dataset_is_streamed(

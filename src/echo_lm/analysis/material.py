@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from echo_lm.extras import need
+from echo_lm.data.tokenise import load_tokenizer
 from echo_lm.tasks import find
 
 
@@ -68,17 +68,6 @@ def at_random(*, rows: int, length: int, seed: int, vocab_size: int) -> Material
     tokens = torch.randint(vocab_size, (rows, length), generator=source)
     told = f"{rows} sequences of {length:,} random tokens"
     return Material(told, tokens, {"tokens": torch.ones_like(tokens, dtype=torch.bool)})
-
-
-def load_tokenizer(path: Path) -> Any:
-    tokenizers = need("tokenizers", "data")
-    if not path.is_file():
-        raise ValueError(f"There is no tokenizer at {path}.")
-    try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    # tokenizers raises nothing more special.
-    except Exception as error:
-        raise ValueError(f"{path} is not a tokenizer.json: {error}.") from None
 
 
 def read_text(path: Path) -> str:

@@ -27,12 +27,12 @@ def load_tokenizer(path: Path) -> Any:
     """A tokenizer.json as it is to be used on text: nothing added, nothing cut off."""
     tokenizers = need("tokenizers", "data")
     if not path.is_file():
-        raise ValueError(f"There is no tokenizer {path}; a tokenizer.json is a file.")
+        raise ValueError(f"There is no tokenizer at {path}.")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     # tokenizers raises nothing more special.
     except Exception as error:
-        raise ValueError(f"{path} is no tokenizer.json: {error}.") from None
+        raise ValueError(f"{path} is not a tokenizer.json: {error}.") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     # A text that spells a special token is about it, and ends nothing.
