@@ -141,6 +141,57 @@ def analyze(
     )
 
 
+@app.command
+def generate(
+    checkpoint: Annotated[Path, tyro.conf.Positional],
+    prompt: Annotated[str, tyro.conf.Positional] = "",
+    tokenizer: Path | None = None,
+    state: Path | None = None,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float = 0.95,
+    repetition_penalty: float = 1.0,
+    separator: str = "<|endoftext|>",
+    seed: int = 0,
+    device: str = "auto",
+) -> None:
+    """Go on with a text, token by token; with --state a later call goes on from its memory.
+
+    Args:
+        checkpoint: The folder of a model.
+        prompt: How the text begins, or "-" for what comes in.
+        tokenizer: The tokenizer.json of the model; it may also lie beside it.
+        state: A file that keeps what was read and written, and is read first if it is there.
+        max_new_tokens: How much to write at most.
+        temperature: How far to stray from the likeliest; 0 takes it every time.
+        top_k: Choose among so many tokens.
+        top_p: Choose among the likeliest that together are so probable.
+        repetition_penalty: Above 1, tokens of the prompt and those written become less likely.
+        separator: The token that stands before every text; if the model writes it, it has ended.
+        seed: Of the choices.
+        device: Where to run, such as cuda or cpu; a GPU if there is one.
+    """
+    from echo_lm.speak import run
+
+    run(
+        checkpoint,
+        sys.stdin.read() if prompt == "-" else prompt,
+        tokenizer=tokenizer,
+        separator=separator,
+        state=state,
+        seed=seed,
+        device=device,
+        temperature=temperature,
+        options={
+            "max_new_tokens": max_new_tokens,
+            "top_k": top_k,
+            "top_p": top_p,
+            "repetition_penalty": repetition_penalty,
+        },
+    )
+
+
 data = tyro.extras.SubcommandApp()
 app.command(data, name="data", help="Text into tokens to train on: prepare, train-tokenizer.")
 

@@ -89,22 +89,34 @@ class EchoState:
             count=entries["count"],
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write the memory to a safetensors file."""
+    def save(self, path: str | Path, *, of: str = "") -> None:
+        """Write the memory to a safetensors file; `of` says which model's it is."""
+        path = Path(path)
         entries = self.to_dict()
         tensors = {key: t.contiguous() for key, t in entries.items() if isinstance(t, Tensor)}
         settings = {key: v for key, v in entries.items() if not isinstance(v, Tensor)}
-        save_file(tensors, path, metadata={"settings": json.dumps(settings)})
+        # Renamed when complete, so that a full disk does not cost an earlier memory.
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        try:
+            save_file(tensors, unfinished, metadata={"settings": json.dumps(settings), "model": of})
+            unfinished.replace(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"The state cannot be written to {path}: {error}.") from None
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> EchoState:
-        """Read a memory written by `save`."""
+    def load(
+        cls, path: str | Path, device: torch.device | str = "cpu", *, of: str = ""
+    ) -> EchoState:
+        """Read a memory written by `save`; with `of`, only that of this model."""
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 entries: dict[str, Any] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-                entries |= json.loads((file.metadata() or {}).get("settings", "{}"))
+                notes = file.metadata() or {}
+                entries |= json.loads(notes.get("settings", "{}"))
         except FileNotFoundError:
             raise ValueError(f"There is no state at {path}.") from None
         except (SafetensorError, OSError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not a saved state, or is cut short: {error}.") from None
+        if of and notes.get("model") != of:
+            raise ValueError(f"{path} is the state of another model, or of other weights.")
         return cls.from_dict(entries)

@@ -1,0 +1,144 @@
+"""`echo-lm generate`: a text goes on, as it is written, and its memory may be kept in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from echo_lm.data.tokenise import load_tokenizer
+from echo_lm.extras import need
+from echo_lm.model.generate import GenerationOptions, read
+from echo_lm.model.lm import EchoLM
+from echo_lm.model.pretrained import WEIGHTS_FILE
+from echo_lm.model.state import EchoState
+from echo_lm.ops.backends import pick_device
+
+TOKENIZER_FILE = "tokenizer.json"
+AT_ONCE = 4096
+"""Tokens of a prompt that are read at once, so that a long one takes no more memory."""
+
+
+def run(
+    checkpoint: Path,
+    prompt: str,
+    *,
+    tokenizer: Path | None,
+    separator: str,
+    state: Path | None,
+    seed: int,
+    device: str,
+    temperature: float,
+    options: GenerationOptions,
+    out: TextIO | None = None,
+) -> None:
+    """Show the prompt and what follows it, and keep the memory in `state`."""
+    if temperature < 0:
+        raise ValueError(f"temperature must be 0 or more, got {temperature}.")
+    out = sys.stdout if out is None else out
+    model = EchoLM.from_pretrained(checkpoint, device=pick_device(device)).eval()
+    coder = Coder(tokenizer or checkpoint / TOKENIZER_FILE, separator, model.config.vocab_size)
+    digest, memory = "", None
+    if state is not None:
+        digest = digest_of(checkpoint / WEIGHTS_FILE)
+        memory = recollect(state, model, digest)
+    ids = coder.encode(prompt, new=memory is None)
+    if not ids:
+        raise ValueError("There is nothing to go on from: give a prompt.")
+    source = torch.Generator(model.embedding.weight.device).manual_seed(seed)
+    how = GenerationOptions(generator=source, do_sample=temperature > 0, **options)
+    if temperature > 0:
+        how["temperature"] = temperature
+    out.write(prompt)
+    writing = Writing(model, torch.tensor([ids]), memory, coder.stop, how)
+    for text in coder.decode(ids, writing):
+        out.write(text)
+        out.flush()
+    out.write("\n")
+    if state is not None:
+        writing.memory().save(state, of=digest)
+
+
+class Coder:
+    """Text to tokens and back."""
+
+    def __init__(self, path: Path, separator: str, vocab_size: int) -> None:
+        self.tokenizer = load_tokenizer(path)
+        self.stop: int | None = self.tokenizer.token_to_id(separator)
+        """What stands before every text, and so behind its end."""
+        size = self.tokenizer.get_vocab_size()
+        if size > vocab_size:
+            raise ValueError(
+                f"{path} has {size:,} tokens, this model {vocab_size:,}: it is the tokenizer of "
+                "another model."
+            )
+
+    def encode(self, text: str, new: bool) -> list[int]:
+        """A new text begins behind the separator, as in training."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return [self.stop, *ids] if new and self.stop is not None else ids
+
+    def decode(self, before: list[int], ids: Iterator[int]) -> Iterator[str]:
+        """What each token adds, once its characters are whole."""
+        stream = need("tokenizers.decoders", "data").DecodeStream(skip_special_tokens=True)
+        for known in before:
+            stream.step(self.tokenizer, known)
+        for token in ids:
+            yield stream.step(self.tokenizer, token) or ""
+
+
+class Writing(Iterator[int]):
+    """New tokens as they come, up to the stop token."""
+
+    def __init__(
+        self,
+        model: EchoLM,
+        prompt: Int[Tensor, "1 t"],
+        memory: EchoState | None,
+        stop: int | None,
+        how: GenerationOptions,
+    ) -> None:
+        prompt = prompt.to(model.embedding.weight.device)
+        *early, last = prompt.split(AT_ONCE, dim=1)
+        for piece in early:
+            memory = read(model, piece, memory).state
+        self.model, self.stop = model, stop
+        options: GenerationOptions = {**how, "state": memory}
+        self.tokens = model.stream(last, **options)
+        self.unread: Any = None
+
+    def __next__(self) -> int:
+        token = next(self.tokens)
+        if int(token) == self.stop:
+            self.unread = None
+            raise StopIteration
+        self.unread = token[:, None]
+        return int(token)
+
+    def memory(self) -> EchoState:
+        """Of the prompt and of all that was written."""
+        state = self.tokens.state
+        return state if self.unread is None else read(self.model, self.unread, state).state
+
+
+def recollect(path: Path, model: EchoLM, digest: str) -> EchoState | None:
+    """The memory in a file, if there is one; else a file that can be written."""
+    if not path.parent.is_dir():
+        raise ValueError(f"There is no folder {path.parent} to keep a state in.")
+    if not path.exists():
+        return None
+    memory = EchoState.load(path, model.embedding.weight.device, of=digest)
+    if len(memory.count) != 1:
+        raise ValueError(f"{path} holds {len(memory.count)} memories, where one can go on.")
+    return memory
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
