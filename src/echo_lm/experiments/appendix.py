@@ -36,12 +36,12 @@ class Variant:
     preset: str
     masked: bool = False
     """Only what the task marks as facts goes into SKA's memory: the paper's action mask."""
-    ours: bool = False
+    ours: SKAConfig | None = None
     """Our operator in the place of the paper's, on keys that are not lifted."""
 
     def config(self, size: str) -> EchoConfig:
         config = EchoConfig.preset(self.preset.format(size))
-        return replace(config, ska=SKAConfig(rank=config.ska.rank)) if self.ours else config
+        return replace(config, ska=self.ours) if self.ours else config
 
 
 VARIANTS = {
@@ -49,7 +49,10 @@ VARIANTS = {
     "+ CG + SKA, η = 1.5": Variant("mamba3-cg-ska-{}", masked=True),
     "+ CG + SKA, η = 2.5": Variant("mamba3-cg-ska-{}-strong", masked=True),
     "+ CG + SKA, η = 1.5, no mask": Variant("mamba3-cg-ska-{}"),
-    "+ SKA (ours), no mask": Variant("mamba3-cg-ska-{}", ours=True),
+    "+ SKA (ours), no mask": Variant("mamba3-cg-ska-{}", ours=SKAConfig(rank=24)),
+    "+ SKA (ours, tied start), no mask": Variant(
+        "mamba3-cg-ska-{}", ours=SKAConfig(rank=24, tied_start=True)
+    ),
 }
 Said = Mapping[tuple[str, str], tuple[str, str]]
 """Of a variant and a tier: accuracy in percent, and steps to it."""

@@ -125,7 +125,7 @@ class Length(Experiment):
             for ax, needles in zip(axes[0], panels, strict=True):
                 draw_needles(done, needles, ax)
             axes[0, 0].set_ylabel("accuracy")
-            axes[0, 0].legend(fontsize=6, loc="lower left")
+            axes[0, -1].legend(fontsize=6, loc="lower right")
 
 
 def to_read(protocol: Mapping[str, Any], settings: Settings) -> list[tuple[list[int], int]]:

@@ -113,7 +113,7 @@ class MQARGrid(Experiment):
         largest = max(self.cells("full"), key=lambda cell: cell["gap"])["gap"]
         header = ["M", "gap"]
         for model in kept:
-            header += [model, "paper's"] if said(model, 4, 0, largest) else [model]
+            header += [model, "paper's (50M)"] if said(model, 4, 0, largest) else [model]
         rows = []
         for pairs, gap in places(done):
             row = [str(pairs), f"{gap:,}"]

@@ -115,7 +115,7 @@ class Transfer(Experiment):
             "evaluate_every": 250 if full else 10,
             "evaluate_rows": 128 if full else 16,
             "trained on pairs": [1, 4, 8],
-            "trained on lengths": [64, 128, 256] if full else [64],
+            "trained on lengths": [32, 64, 128, 256] if full else [32, 64],
             "evaluated while training on": "NIAH of 4 pairs and 256 tokens",
             "pairs": [1, 4, 8],
             "lengths": [64, 128, 256, 512, 1024, 2048] if full else [64, 128],
