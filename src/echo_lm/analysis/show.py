@@ -185,7 +185,7 @@ def draw_disk(reading: LayerReading, head: int, ax: Any) -> Any:
         yticks=(-1, 0, 1),
         xlabel="Re x",
         ylabel="Im x",
-        title=f"head {head}: orders {orders}",
+        title=f"head {head}\norders {orders}",
     )
     ax.grid(visible=False)
     return image
@@ -206,24 +206,18 @@ def draw_layer(reading: LayerReading, kinds: Kinds, path: Path) -> None:
         draw_response(reading, response)
         draw_orders(reading, orders)
         draw_norms(reading, kinds, norms)
-        if told_apart(reading):
-            smallest.legend(fontsize=7)
-
-
-def told_apart(reading: LayerReading) -> bool:
-    """Heads get a line each while there are enough looks."""
-    return reading.layer.heads <= len(COLOURS)
+        smallest.legend(fontsize=7)
 
 
 def draw_along(reading: LayerReading, values: Float[Tensor, "b h n"], ax: Any) -> None:
-    """Over the tokens read: a line for each head, mean over sequences; or all heads' range."""
+    """Over the tokens read, mean over sequences: a line for each head, while lines differ."""
     curves = values.mean(0)
-    if told_apart(reading):
+    if reading.layer.heads <= len(COLOURS):
         for head, curve in enumerate(curves):
             every = max(1, len(curve) // 8)
             ax.plot(reading.counts, curve.numpy(), **line(head, f"head {head}"), markevery=every)
     else:
-        band(ax, reading.counts, curves.tolist(), **line(0))
+        band(ax, reading.counts, curves.tolist(), **line(0, "mean ± deviation of heads"))
     ax.set(xscale="log", xlabel="tokens read")
 
 

@@ -23,6 +23,7 @@ from echo_lm.experiments.base import (
     Settings,
     Table,
     Workbench,
+    distinct,
     over_seeds,
     select,
 )
@@ -268,20 +269,23 @@ def table_below(done: Sequence[Finished], view: str) -> Table:
             f"{s:g}",
             *(
                 over_seeds(select(done, mixer=mixer), below(view, i, name), form)
-                for mixer in MIXERS
+                for mixer in distinct(done, "mixer")
                 for name, form in FORMS.items()
             ),
         ]
         for i, s in enumerate(sharpness_of(done))
     ]
-    header = ["sharpness", *(f"{mixer}: {name}" for mixer in MIXERS for name in FORMS)]
+    header = [
+        "sharpness",
+        *(f"{mixer}: {name}" for mixer in distinct(done, "mixer") for name in FORMS),
+    ]
     return Table(f"Effective rank and norm below the lowest layer, {view}", header, rows)
 
 
 def remark(done: Sequence[Finished], view: str) -> str:
     """The range over sharpness for each mixer."""
     told = []
-    for mixer in MIXERS:
+    for mixer in distinct(done, "mixer"):
         cells = select(done, mixer=mixer)
         ranges = []
         for name, form in FORMS.items():
@@ -296,7 +300,7 @@ def remark(done: Sequence[Finished], view: str) -> str:
 
 def draw_over_sharpness(done: Sequence[Finished], view: str, name: str, ax: Any) -> None:
     sharpness = sharpness_of(done)
-    for i, mixer in enumerate(MIXERS):
+    for i, mixer in enumerate(distinct(done, "mixer")):
         curves = [
             [max(below(view, j, name)(cell.numbers), FLOOR) for j in range(len(sharpness))]
             for cell in select(done, mixer=mixer)
@@ -317,7 +321,7 @@ def draw_over_depth(done: Sequence[Finished], view: str, ax: Any) -> None:
     """At the sharpest."""
     last = len(sharpness_of(done)) - 1
     depth = len(done[0].numbers["found"][view][last]["rank"])
-    for i, mixer in enumerate(MIXERS):
+    for i, mixer in enumerate(distinct(done, "mixer")):
         curves = [
             [below(view, last, "rank", layer)(cell.numbers) for layer in range(depth)]
             for cell in select(done, mixer=mixer)

@@ -374,11 +374,11 @@ def draw_sums(done: Sequence[Finished], ax: Any) -> None:
 
 def draw_lines(done: Sequence[Finished], place: Sequence[Any], ax: Any, *, hollow: bool) -> None:
     counts = done[0].numbers["tokens"]
-    for i, name in enumerate(ARITHMETIC):
+    for name in distinct(done, "arithmetic"):
         curves = [
             [min(error(n, *place)(cell.numbers), HOPELESS) for n in range(len(counts))]
             for cell in select(done, arithmetic=name)
         ]
-        look = line(i, None if hollow else name)
+        look = line(list(ARITHMETIC).index(name), None if hollow else name)
         band(ax, counts, curves, **look | ({"markerfacecolor": "white"} if hollow else {}))
     ax.set(xscale="log", yscale="log", xlabel="tokens read", ylim=(1e-8, 2 * HOPELESS))
