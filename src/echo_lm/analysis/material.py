@@ -55,7 +55,7 @@ def of_text(path: Path, tokenizer: Path | None, *, length: int, vocab_size: int)
             f"{tokenizer} has {size:,} tokens, this model {vocab_size:,}: it is the tokenizer of "
             "another model."
         )
-    tokens = torch.tensor([encoder.encode(read_text(path)).ids[:length]])
+    tokens = torch.tensor([encoder.encode(read_text(path), add_special_tokens=False).ids[:length]])
     if tokens.numel() == 0:
         raise ValueError(f"{path} holds no text.")
     told = f"the first {tokens.shape[1]:,} tokens of {path.name}"
