@@ -19,9 +19,12 @@ from echo_lm.experiments.base import (
     percent,
     select,
 )
-from echo_lm.experiments.training import fit, found_at, preset, read_over
+from echo_lm.experiments.training import TOKENS_AT_ONCE, fit, found_at, preset, read_over
 from echo_lm.plots import band, figure, line
 from echo_lm.tasks import NIAH, Mixture
+
+FAR_TOKENS_AT_ONCE = 1 << 23
+"""Whole haystacks are drawn before they are read in pieces: this many tokens take half a GiB."""
 
 OURS = "SSM+SKA (ours)"
 TIED = "SSM+SKA (ours, tied start)"
@@ -33,7 +36,8 @@ MODELS = {
     OURS: preset("synthetic-ska"),
     TIED: preset("synthetic-ska", tied_start=True),
 }
-"""A chunk does not see itself: at S = 64 the paper's operator has nothing to read in training."""
+"""The paper's operator twice: a chunk does not see itself, so that at S = 64 it has nothing to
+read in training."""
 
 PAPER_MODELS = {"SSM": "SSM", "SSM+Attn": "SSM+Attn", "SSM+SKA (paper)": "SSM+SKA"}
 PAPER = {
@@ -89,13 +93,10 @@ class Length(Experiment):
         )
         test = NIAH(4, max(protocol["trained on lengths"]), queries=4)
         fitted = fit(MODELS[settings["model"]], haystacks, protocol, seed, bench, test=test)
-        readings = [
-            reading
-            for lengths, rows in to_read(protocol, settings)
-            for reading in read_over(
-                fitted, grid_of(protocol["needles"], lengths), rows=rows, seed=seed
-            )
-        ]
+        readings = []
+        for lengths, rows, at_once in to_read(protocol, settings):
+            grid = grid_of(protocol["needles"], lengths)
+            readings += read_over(fitted, grid, rows=rows, seed=seed, tokens_at_once=at_once)
         return {**fitted.numbers(), "readings": readings}
 
     def tables(self, done: Sequence[Finished]) -> list[Table]:
@@ -128,13 +129,13 @@ class Length(Experiment):
             axes[0, -1].legend(fontsize=6, loc="lower right")
 
 
-def to_read(protocol: Mapping[str, Any], settings: Settings) -> list[tuple[list[int], int]]:
-    """Lengths of haystacks, and how many of each."""
+def to_read(protocol: Mapping[str, Any], settings: Settings) -> list[tuple[list[int], int, int]]:
+    """Lengths of haystacks, how many of each, and how many tokens are drawn at once."""
     if settings["read"] == "far":
-        return [(protocol["far lengths"], protocol["rows far away"])]
-    near = [(protocol["lengths"], protocol["rows"])]
+        return [(protocol["far lengths"], protocol["rows far away"], FAR_TOKENS_AT_ONCE)]
+    near = [(protocol["lengths"], protocol["rows"], TOKENS_AT_ONCE)]
     if settings["model"] in (OURS, TIED):
-        near.append((protocol["lengths for ours"], protocol["rows for ours"]))
+        near.append((protocol["lengths for ours"], protocol["rows for ours"], TOKENS_AT_ONCE))
     return near
 
 
