@@ -215,3 +215,20 @@ def test_the_memory_in_fp32_is_the_one_that_decodes() -> None:
         assert_close(sum_here, getattr(state, name)[:, 0], rtol=1e-5, atol=1e-5)
         assert_close(getattr(truth.sums, name).float(), sum_here, rtol=1e-4, atol=1e-4)
     assert_close(memory.inverse[0, 1], state.inverse[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_sums_by_chunk_are_the_same_sums_and_nearer_to_the_truth() -> None:
+    protocol = find("precision").protocol("smoke")
+    memories = [
+        precision.Memory(precision.ARITHMETIC[name], protocol)
+        for name in ("fp32", "fp32 summed by chunk")
+    ]
+    truth = precision.Truth(protocol)
+    for chunk in precision.Streams(0, protocol["rank"], protocol["value width"]).chunks(64, 4096):
+        for memory in (*memories, truth):
+            memory.read(*chunk)
+    off = [
+        float((memory.gram - truth.sums.gram).norm() / truth.sums.gram.norm())
+        for memory in memories
+    ]
+    assert 3 * off[1] < off[0] < 1e-5

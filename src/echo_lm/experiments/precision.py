@@ -57,10 +57,13 @@ class Arithmetic:
 
     product: Callable[[Tensor], Tensor]
     kept: Callable[[Tensor], Tensor] = as_is
+    by_chunk: bool = False
+    """A chunk is summed on its own before it is added to what was read before, as in parallel."""
 
 
 ARITHMETIC = {
     "fp32": Arithmetic(as_is),
+    "fp32 summed by chunk": Arithmetic(as_is, by_chunk=True),
     "TF32 products": Arithmetic(to_tf32),
     "bf16 products": Arithmetic(to_bf16),
     "bf16 sums": Arithmetic(to_bf16, to_bf16),
@@ -206,6 +209,9 @@ class Memory:
     def read(self, keys: Float[Tensor, "kinds t r"], values: Float[Tensor, "kinds t p"]) -> None:
         """Token after token."""
         product, kept = self.arithmetic.product, self.arithmetic.kept
+        before = (self.gram, self.lag, self.value)
+        if self.arithmetic.by_chunk:
+            self.gram, self.lag, self.value = map(torch.zeros_like, before)
         for k, v in zip(product(keys).unbind(1), product(values).unbind(1), strict=True):
             row = k[:, None]
             self.gram = kept(self.gram.addcmul_(k[..., None], row))
@@ -215,6 +221,9 @@ class Memory:
             gain = 1 / (1 + row @ Xk)
             self.inverse = kept(self.inverse.addcmul_(gain * Xk, Xk.mT, value=-1))
             self.last_key = k
+        if self.arithmetic.by_chunk:
+            now = (self.gram, self.lag, self.value)
+            self.gram, self.lag, self.value = map(torch.add, before, now)
 
     def rebuild(self) -> None:
         """Make the first half of the inverses anew from the sums."""
