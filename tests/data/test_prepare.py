@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import random
 import resource
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from rich.console import Console
 
 from echo_lm.data import TokenShards, prepare, train_tokenizer
 from echo_lm.data.folder import Folder
-from echo_lm.data.inputs import Dataset, Fields
-from echo_lm.data.tokenise import load_tokenizer
+from echo_lm.data.inputs import Dataset, Fields, open_inputs, pieces
+from echo_lm.data.tokenise import Settings, load_tokenizer, tokenise
 
 from .texts import contents, prepared, some_texts, tokens_of, write_lines, write_plain, write_table
 
@@ -98,6 +99,18 @@ def test_the_same_in_two_processes(
     assert contents(one) == contents(two)
 
 
+def test_a_process_that_was_ended_is_said(tokenizer: Path, tmp_path: Path) -> None:
+    """As a system does that runs out of memory."""
+    inputs = open_inputs([write_lines(tmp_path / "text.jsonl", TEXTS)])
+    settings = Settings(tokenizer, 0, "uint16", Fields(), 0.0)
+    work = tokenise(pieces([(one, "train") for one in inputs], Fields()), settings, 2)
+    next(work)
+    for child in multiprocessing.active_children():
+        child.kill()
+    with pytest.raises(ValueError, match="was ended from outside, perhaps for want of memory"):
+        list(work)
+
+
 class Killed(Exception):
     """As if the process were gone."""
 
@@ -167,7 +180,7 @@ def test_another_tokenizer_is_refused(tokenizer: Path, tmp_path: Path) -> None:
     out = prepared(tmp_path, tokenizer, TEXTS, **SMALL)
     other = tmp_path / "other.json"
     train_tokenizer([tmp_path / "text.jsonl"], out=other, vocab_size=290)
-    with pytest.raises(ValueError, match="was begun with tokenizer="):
+    with pytest.raises(ValueError, match="was begun with another tokenizer: go on"):
         prepared(tmp_path, other, TEXTS, **SMALL)
     with pytest.raises(ValueError, match=r"was made with another tokenizer than .*other\.json"):
         TokenShards(out).check_tokenizer(other)
@@ -230,7 +243,7 @@ def test_a_full_disk_is_said_and_work_goes_on_after(tokenizer: Path, tmp_path: P
     full = tmp_path / "full"
     with full_disk(30_000), pytest.raises(ValueError, match=r"written \(File too large\)") as error:
         attempt(full)
-    assert str(error.value).endswith("make room and run the same again.")
+    assert str(error.value).endswith("put that right and run the same again.")
     assert sorted(contents(full)) == ["manifest.json", "tokenizer.json"]
     with pytest.raises(ValueError, match="full is not complete: run the echo-lm data prepare"):
         TokenShards(full)
@@ -273,7 +286,7 @@ def test_progress_is_told(
     """In a terminal all the time, elsewhere now and then; at the end in any case."""
     monkeypatch.setattr("echo_lm.data.progress.QUIET", 0.0)
     shown = Console(file=io.StringIO(), force_terminal=terminal, width=120)
-    out = prepared(tmp_path, tokenizer, TEXTS, console=shown)
+    out = prepared(tmp_path, tokenizer, TEXTS, console=shown, max_tokens=2000)
     assert isinstance(shown.file, io.StringIO)
     lines = shown.file.getvalue().splitlines()
     total = TokenShards(out).tokens("train")

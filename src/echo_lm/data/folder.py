@@ -196,12 +196,15 @@ def _foreign(folder: Path) -> bool:
     return any(path.name != f"{MANIFEST_FILE}.unfinished" for path in folder.iterdir())
 
 
+UNSPOKEN = {"inputs": "other inputs", "tokenizer": "another tokenizer"}
+
+
 def _refuse_other_recipe(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Name the first thing in which two runs differ."""
     for name, new in now.items():
         old = before.get(name)
         if old != new:
-            told = "other inputs" if name == "inputs" else f"{name}={old!r}, this call has {new!r}"
+            told = UNSPOKEN.get(name, f"{name}={old!r}, this call has {new!r}")
             raise ValueError(
                 f"{folder} was begun with {told}: go on with the former, or choose another folder."
             )

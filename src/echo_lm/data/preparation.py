@@ -54,7 +54,8 @@ def prepare(
         console: Where to show progress.
 
     The outcome is the same whatever the number of processes and of interruptions. Ctrl-C keeps
-    what is done.
+    what is done. More than one process begins by importing the script that calls this, which
+    must do so under `if __name__ == "__main__":`.
     """
     _check(held_out_share, shard_tokens, max_tokens, processes)
     inputs: list[tuple[Input, Split]] = [(one, "test") for one in open_inputs(held_out)]
@@ -85,9 +86,10 @@ def prepare(
     progress = Progress(console, [one for one, _ in inputs], folder.next[0], folder.tokens)
     with progress, deferred_interrupt() as interrupted, closing(work):
         for some in work:
-            if not folder.take(some):
-                break
+            wanted_more = folder.take(some)
             progress.show(some.piece.input, folder.tokens)
+            if not wanted_more:
+                break
             if interrupted():
                 folder.keep()
                 progress.say(f"Stopped. What is done is in {out}: run the same again to go on.")

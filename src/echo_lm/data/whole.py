@@ -20,5 +20,5 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         unfinished.unlink(missing_ok=True)
         raise ValueError(
             f"{path} could not be written ({error.strerror}); what was whole before still is: "
-            "make room and run the same again."
+            "put that right and run the same again."
         ) from None
