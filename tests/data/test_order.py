@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_lm.data.order import shuffled
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(size=st.integers(1, 600), seed=st.integers(0, 2**40), epoch=st.integers(0, 10**6))
 def test_everything_once_an_epoch(size: int, seed: int, epoch: int) -> None:
     places = torch.arange(size) + epoch * size
     assert shuffled(places, size, seed).sort().values.tolist() == list(range(size))
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(size=st.integers(1, 2**40), seed=st.integers(0, 9), place=st.integers(0, 2**45))
 def test_a_place_does_not_depend_on_its_neighbours(size: int, seed: int, place: int) -> None:
     alone = shuffled(torch.tensor([place]), size, seed)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_lm import EchoConfig, EchoLM
@@ -116,6 +116,7 @@ def test_every_window_once_an_epoch(
     assert not everything[:size].equal(in_order)
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(parts=st.lists(st.integers(1, 4), min_size=1, max_size=3), step=st.integers(0, 100))
 def test_ranks_share_one_batch(source: TextSource, parts: list[int], step: int) -> None:
     """Whatever their number, and accumulation within a rank too."""
