@@ -70,6 +70,34 @@ def tasks(
 
 
 @app.command
+def train(
+    words: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="[RECIPE [SECTION.NAME=VALUE ...]]"),
+    ] = (),
+) -> None:
+    """Train a model as a TOML recipe says, or go on where it stopped.
+
+    A run is kept in its folder: checkpoints, metrics.jsonl, samples. Several processes share it
+    under torchrun:
+
+        echo-lm train laptop text.folder=tokens train.steps=2000
+        torchrun --nproc-per-node 8 -m echo_lm.cli train echo-50m run.strategy=zero1
+
+    Args:
+        words: A recipe's file, or its name if it is one of Echo's, and changes to it; without a
+            recipe they are listed.
+    """
+    from echo_lm.train.command import list_recipes, run
+
+    if words:
+        run(words[0], words[1:])
+    else:
+        list_recipes()
+
+
+@app.command
 def reproduce(
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None,
     scale: Literal["smoke", "full"] = "smoke",
@@ -312,3 +340,7 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

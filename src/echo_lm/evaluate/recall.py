@@ -16,6 +16,9 @@ from echo_lm.model.state import EchoState
 from echo_lm.ops.backends import autocast
 from echo_lm.tasks.base import Batch, Split
 
+LOGITS_AT_ONCE = 2**27
+"""Numbers: 512 MiB in fp32. Large vocabularies are read in shorter pieces."""
+
 
 class Source(Protocol):
     """Whatever gives batches: every `Task` is one. A batch is a function of its arguments alone."""
@@ -103,6 +106,7 @@ def _read(model: EchoLM, batch: Batch, piece: int, facts_only: bool) -> _Reading
     right = torch.zeros_like(targets, dtype=torch.bool)
     loss = torch.zeros((), device=targets.device)
     state: EchoState | None = None
+    piece = min(piece, max(1, LOGITS_AT_ONCE // (len(targets) * model.config.vocab_size)))
     for start in range(0, targets.shape[1], piece):
         here = slice(start, start + piece)
         mask = batch.facts[:, here] if facts_only else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from echo_lm.settings import build, is_number, one_of, positive, whole
 
 Mixer = Literal["ska", "mamba2", "mamba3", "attention", "mamba3+ska"]
 MLP = Literal["koopman", "koopman-gated", "swiglu", "none"]
@@ -44,18 +45,18 @@ class SKAConfig:
     tied_start: bool = False
 
     def __post_init__(self) -> None:
-        _whole(self, "rank", "chunk_size")
-        _whole(self, "order", "lift", "conv_kernel", least=0)
-        _positive(self, "eta")
-        _one_of(self, "filter", "bank", "power")
-        _one_of(self, "causal", "exact", "chunk", False)
-        _one_of(self, "relative_ridge", False, True, "trace")
-        _one_of(self, "conv_silu", False, True)
-        _one_of(self, "key_norm", False, True)
-        _one_of(self, "tied_start", False, True)
+        whole(self, "rank", "chunk_size")
+        whole(self, "order", "lift", "conv_kernel", least=0)
+        positive(self, "eta")
+        one_of(self, "filter", "bank", "power")
+        one_of(self, "causal", "exact", "chunk", False)
+        one_of(self, "relative_ridge", False, True, "trace")
+        one_of(self, "conv_silu", False, True)
+        one_of(self, "key_norm", False, True)
+        one_of(self, "tied_start", False, True)
         for name in ("ridge", "half_life"):
             if getattr(self, name) is not None:
-                _positive(self, name)
+                positive(self, name)
         if self.lift % 2:
             raise ValueError(f"lift must be 0 or an even width, got {self.lift}.")
         if self.relative_ridge and self.causal == "exact":
@@ -81,7 +82,7 @@ class Mamba2Config:
     conv_kernel: int = 4
 
     def __post_init__(self) -> None:
-        _whole(self, *(f.name for f in fields(self)))
+        whole(self, *(f.name for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,10 @@ class Mamba3Config:
     conv_kernel: int = 0
 
     def __post_init__(self) -> None:
-        _whole(self, "state_dim", "head_dim", "expand", "rank")
-        _whole(self, "conv_kernel", least=0)
-        _one_of(self, "gate", False, True)
-        if not _is_number(self.rope_fraction) or not 0 <= self.rope_fraction <= 1:
+        whole(self, "state_dim", "head_dim", "expand", "rank")
+        whole(self, "conv_kernel", least=0)
+        one_of(self, "gate", False, True)
+        if not is_number(self.rope_fraction) or not 0 <= self.rope_fraction <= 1:
             raise ValueError(f"rope_fraction must lie between 0 and 1, got {self.rope_fraction!r}.")
 
 
@@ -130,8 +131,8 @@ class EchoConfig:
     mamba3: Mamba3Config = field(default_factory=Mamba3Config)
 
     def __post_init__(self) -> None:
-        _whole(self, "dim", "vocab_size", "heads")
-        _positive(self, "norm_eps", "rope_theta")
+        whole(self, "dim", "vocab_size", "heads")
+        positive(self, "norm_eps", "rope_theta")
         if not isinstance(self.mixers, list | tuple) or not self.mixers:
             raise ValueError(
                 f"mixers must list the sequence layer of at least one block, got {self.mixers!r}."
@@ -141,12 +142,12 @@ class EchoConfig:
             if mixer not in get_args(Mixer):
                 known = ", ".join(get_args(Mixer))
                 raise ValueError(f"mixers may hold {known}; got {mixer!r}.")
-        _one_of(self, "mlp", *get_args(MLP))
-        _one_of(self, "tie_embeddings", False, True)
+        one_of(self, "mlp", *get_args(MLP))
+        one_of(self, "tie_embeddings", False, True)
         if self.dim % self.heads:
             raise ValueError(f"dim must be a multiple of heads, got {self.dim} and {self.heads}.")
         if self.mlp_hidden is not None:
-            _whole(self, "mlp_hidden")
+            whole(self, "mlp_hidden")
         for name, part in PARTS.items():
             if not isinstance(getattr(self, name), part):
                 raise ValueError(f"{name} must be a {part.__name__}, got {getattr(self, name)!r}.")
@@ -180,8 +181,8 @@ class EchoConfig:
         entries = {name: entry for name, entry in entries.items() if name not in BESIDE}
         for name, part in PARTS.items():
             if name in entries:
-                entries[name] = _build(part, entries[name], f"{name}.")
-        return _build(cls, entries, "")
+                entries[name] = build(part, entries[name], f"{name}.")
+        return build(cls, entries, "")
 
     def save(self, path: str | Path) -> None:
         """Write the configuration as JSON."""
@@ -199,51 +200,3 @@ class EchoConfig:
         if not isinstance(entries, dict):
             raise ValueError(f"{path} must hold a JSON object, not a {type(entries).__name__}.")
         return cls.from_dict(entries)
-
-
-def _build(cls: Any, entries: Any, prefix: str) -> Any:
-    """Construct a dataclass from JSON, naming what is unknown or missing."""
-    if not isinstance(entries, dict):
-        raise ValueError(f"{prefix.rstrip('.')} must be an object of settings, got {entries!r}.")
-    known = {f.name: f for f in fields(cls)}
-    unknown = [prefix + name for name in entries if name not in known]
-    if unknown:
-        raise ValueError(
-            f"The configuration holds {', '.join(unknown)}, which this version of Echo does not "
-            f"know; it knows {', '.join(prefix + name for name in known)}."
-        )
-    missing = [
-        prefix + name
-        for name, f in known.items()
-        if name not in entries and f.default is MISSING and f.default_factory is MISSING
-    ]
-    if missing:
-        raise ValueError(f"The configuration lacks {', '.join(missing)}.")
-    try:
-        return cls(**entries)
-    except ValueError as error:
-        raise ValueError(f"{prefix}{error}") from None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not _is_number(value) or not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive number, got {value!r}.")
-
-
-def _whole(config: Any, *names: str, least: int = 1) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}.")
-
-
-def _one_of(config: Any, name: str, *allowed: object) -> None:
-    value = getattr(config, name)
-    if not any(type(value) is type(one) and value == one for one in allowed):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")

@@ -134,13 +134,20 @@ def pick_device(requested: str) -> str:
     return requested
 
 
-def autocast(
-    device: torch.device | str, precision: Literal["auto", "fp32", "bf16"] = "auto"
-) -> torch.autocast:
-    """bf16 products over fp32 weights, or not; "auto" is yes on a GPU and no on a CPU."""
-    kind = torch.device(device).type
-    on = precision == "bf16" or (precision == "auto" and kind == "cuda")
-    return torch.autocast(kind, dtype=torch.bfloat16, enabled=on)
+Precision = Literal["auto", "fp32", "bf16"]
+"""Of products over fp32 weights; "auto" is bf16 on a GPU and fp32 on a CPU."""
+
+
+def product_dtype(device: torch.device | str, precision: Precision = "auto") -> torch.dtype:
+    """What products are computed in."""
+    narrow = precision == "bf16" or (precision == "auto" and torch.device(device).type == "cuda")
+    return torch.bfloat16 if narrow else torch.float32
+
+
+def autocast(device: torch.device | str, precision: Precision = "auto") -> torch.autocast:
+    """Products in that precision within it."""
+    narrow = product_dtype(device, precision) == torch.bfloat16
+    return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=narrow)
 
 
 def choices() -> list[Choice]:

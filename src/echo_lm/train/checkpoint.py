@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from echo_lm.results import write_json
 OPTIMISER_FILE = "optimiser.safetensors"
 RUN_FILE = "run.json"
 NAME = re.compile(r"step-(\d{8})")
-ANY_VALUE = ("train.checkpoint_every", "train.read_every", "train.accumulate")
+ANY_VALUE = ("train.checkpoint_every", "train.read_every", "train.accumulate", "train.recompute")
 """Settings that change no number of a run but its rounding, and so may change when it goes on."""
 
 
@@ -58,8 +59,11 @@ class Contents:
     settings: dict[str, Any]
 
 
-def save(folder: Path, contents: Contents) -> Path:
-    """Write the checkpoint of a step whole, or say in one sentence why not and keep the last."""
+def save(folder: Path, contents: Contents, beside: Sequence[Path] = ()) -> Path:
+    """Write the checkpoint of a step whole, or say in one sentence why not and keep the last.
+
+    `beside` are files of which it is to hold copies.
+    """
     step = contents.step
     target = folder / f"step-{step:08d}"
     if target.exists():
@@ -71,6 +75,8 @@ def save(folder: Path, contents: Contents) -> Path:
         save_pretrained(contents.model, contents.weights, unfinished)
         moments = {name: t.contiguous() for name, t in contents.moments.items()}
         save_file(moments, unfinished / OPTIMISER_FILE)
+        for path in beside:
+            shutil.copyfile(path, unfinished / path.name)
         write_json(unfinished / RUN_FILE, {"step": step, "settings": contents.settings})
         for path in (*unfinished.iterdir(), unfinished):
             _flush(path)

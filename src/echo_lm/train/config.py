@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from echo_lm.settings import is_number, one_of, positive, share, whole
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -37,6 +39,9 @@ class TrainConfig:
     """Weights are fp32; "bf16" is autocast over them. "auto": bf16 on a GPU, fp32 on a CPU."""
     compile: bool = False
     """Run the model through `torch.compile` on a GPU; on a CPU it never is."""
+    recompute: bool = False
+    """Keep only what goes into each block and compute the rest again on the way back (activation
+    checkpointing): less memory, more time."""
     facts_only: bool = False
     """Keep in SKA's memory only what the source marks as facts (the paper's action mask); the
     rest, queries among it, still asks."""
@@ -53,40 +58,29 @@ class TrainConfig:
     """Steps between checkpoints; there is one at the end, and when interrupted, in any case."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "evaluate_every", "evaluate_rows"):
-            _at_least(self, name, 1)
-        _at_least(self, "read_every", 1)
-        _at_least(self, "checkpoint_every", 1)
-        _at_least(self, "warmup", 0)
+        whole(self, "steps", "batch", "accumulate", "evaluate_every", "evaluate_rows")
+        whole(self, "read_every", "checkpoint_every")
+        whole(self, "warmup", "seed", least=0)
+        positive(self, "lr", "clip")
+        share(self, "floor", "cooldown")
+        one_of(self, "schedule", "cosine", "wsd")
+        one_of(self, "precision", "auto", "fp32", "bf16")
+        for name in ("compile", "recompute", "facts_only"):
+            one_of(self, name, False, True)
         if self.warmup > self.steps:
             raise ValueError(
                 f"warmup must be at most the {self.steps} steps of the run, got {self.warmup}."
             )
-        for name in ("lr", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}.")
         if self.batch % self.accumulate:
             raise ValueError(
                 f"batch must be a multiple of accumulate, got {self.batch} and {self.accumulate}."
             )
-        if self.schedule not in ("cosine", "wsd"):
-            raise ValueError(f'schedule must be "cosine" or "wsd", got {self.schedule!r}.')
-        for name in ("floor", "cooldown", "stop_at"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share <= 1:
-                raise ValueError(f"{name} is a share between 0 and 1, got {share!r}.")
-        if not self.weight_decay >= 0:
+        if not is_number(self.weight_decay) or not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must be 0 or more, got {self.weight_decay!r}.")
-        if self.precision not in ("auto", "fp32", "bf16"):
-            raise ValueError(f'precision must be "auto", "fp32" or "bf16", got {self.precision!r}.')
+        if self.stop_at is not None:
+            share(self, "stop_at")
         if self.patience is not None:
-            _at_least(self, "patience", 1)
+            whole(self, "patience")
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "betas": list(self.betas)}
-
-
-def _at_least(config: TrainConfig, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}.")

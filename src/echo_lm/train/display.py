@@ -70,6 +70,8 @@ class Display:
             parts.append(f"{known['test_accuracy']:.1%} right")
         if "tokens_per_second" in known:
             parts.append(f"{known['tokens_per_second']:,.0f} tokens/s")
+        if "utilisation" in known:
+            parts.append(f"{known['utilisation']:.0%} of the matrix rate")
         return ", ".join(parts)
 
     def left(self) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-"""Of a step: `step`, `loss`, `lr`, `gradient_norm` (before clipping), `tokens_per_second`.
+"""Of a step: `step`, `loss`, `lr`, `gradient_norm` (before clipping), `tokens_per_second`, and,
+where someone watches, `utilisation`: these over what the model's matrix products alone would allow.
 Of an evaluation: `step`, `test_loss`, `test_accuracy`, `test_exact`, and `ska`, the health of each
 SKA layer."""
 

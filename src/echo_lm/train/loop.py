@@ -19,7 +19,7 @@ from echo_lm.evaluate.recall import Source, recall
 from echo_lm.interrupt import deferred_interrupt
 from echo_lm.model.lm import EchoLM
 from echo_lm.model.loss import IGNORED_LABEL
-from echo_lm.ops.backends import autocast
+from echo_lm.ops.backends import autocast, product_dtype
 from echo_lm.tasks.base import Batch
 from echo_lm.train import checkpoint
 from echo_lm.train.config import TrainConfig
@@ -36,6 +36,7 @@ from echo_lm.train.nonfinite import Diverged, find_cause
 from echo_lm.train.optimiser import decayed_names, parameter_groups, set_learning_rate
 from echo_lm.train.parallel import Alone
 from echo_lm.train.schedule import learning_rate
+from echo_lm.train.speed import flops_per_token, matrix_rate
 
 HEALTH_ROWS = 4
 """Rows over which the operators' conditioning is measured."""
@@ -52,6 +53,7 @@ def train(
     console: Console | None = None,
     watch: Callable[[Record], None] | None = None,
     strategy: Alone | None = None,
+    beside: Sequence[Path] = (),
 ) -> History:
     """Train `model` in place on batches 0, 1, 2, ... of `source`.
 
@@ -67,6 +69,7 @@ def train(
         console: Where to show progress.
         watch: Is called with each record.
         strategy: How several processes share the run, from `train.parallel`; None is one alone.
+        beside: Files to keep with every checkpoint, such as the tokenizer.
 
     Ctrl-C, or being asked to terminate, finishes the step and, with a folder, writes a checkpoint
     before KeyboardInterrupt is raised. A loss or gradient that is not finite raises `Diverged`;
@@ -74,6 +77,9 @@ def train(
     """
     strategy = strategy or Alone()
     run = Run(model.to(device), source, test or source, config, folder, strategy)
+    run.beside = beside
+    if console is not None:
+        run.measure_rate()
     display = Display(console if strategy.rank == 0 else None, config.steps, run.step)
     run.listeners = (display.show, watch) if watch else (display.show,)
     if run.step and not run.history.ended:
@@ -113,14 +119,18 @@ class Run:
         self.history = History()
         self.listeners: Sequence[Callable[[Record], None]] = ()
         self.step = 0
-        decayed = decayed_names(model)
+        decayed, self.flops_per_token = decayed_names(model), flops_per_token(model)
         moments = self.resume()
+        if config.recompute:
+            model.recompute_blocks()
         compiled = config.compile and self.device.type == "cuda"
         compute: Any = torch.compile(model) if compiled else model
         # Who shares a model changes its parameters, which the optimiser must hold as they then are.
         self.compute = strategy.prepare(model, compute)
         self.optimiser = strategy.optimiser(parameter_groups(model, config, decayed))
         strategy.load_moments(model, self.optimiser, moments)
+        self.beside: Sequence[Path] = ()
+        self.fastest: float | None = None
         self.unread: list[tuple[Record, Tensor]] = []
         self.unread_tokens = 0
         self.clock = time.perf_counter()
@@ -178,15 +188,30 @@ class Run:
         if not self.unread:
             return
         read = torch.stack([told for _, told in self.unread]).tolist()
-        speed = round(self.unread_tokens / (time.perf_counter() - self.clock))
+        speed: Record = self.speed()
         records = [
-            {**record, "loss": loss, "gradient_norm": norm, "tokens_per_second": speed}
+            {**record, "loss": loss, "gradient_norm": norm, **speed}
             for (record, _), (loss, norm) in zip(self.unread, read, strict=True)
         ]
         good = list(takewhile(lambda r: isfinite(r["loss"] + r["gradient_norm"]), records))
         self.record(*good)
         if len(good) < len(records):
             raise self.diverged(records[len(good)])
+        self.restart_clock()
+
+    def speed(self) -> Record:
+        """Since the clock was started anew."""
+        rate = self.unread_tokens / (time.perf_counter() - self.clock)
+        told: Record = {"tokens_per_second": round(rate)}
+        if self.fastest is not None:
+            told["utilisation"] = round(rate / self.fastest, 4)
+        return told
+
+    def measure_rate(self) -> None:
+        """Find the tokens a second that this model's matrix products alone would allow."""
+        dtype = product_dtype(self.device, self.config.precision)
+        rate = self.strategy.ranks * matrix_rate(self.device, dtype)
+        self.fastest = rate / self.flops_per_token
         self.restart_clock()
 
     def evaluate(self) -> None:
@@ -237,7 +262,7 @@ class Run:
                 self.settings(),
             )
             if self.strategy.rank == 0:
-                checkpoint.save(self.folder, contents)
+                checkpoint.save(self.folder, contents, self.beside)
         self.restart_clock()
 
     def resume(self) -> dict[str, Tensor]:
