@@ -27,6 +27,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fading": {"half_life": 6.0},
     "fading paper": {"half_life": 6.0, **PAPER},
     "convolved": {"conv_kernel": 4},
+    "late": {"sees_itself": False},
+    "late, fading, convolved": {"sees_itself": False, "half_life": 6.0, "conv_kernel": 3},
     "convolved, all at once": {"conv_kernel": 3, "conv_silu": False, "key_norm": True, "lift": 8},
 }
 CAUSAL = [name for name, options in VARIANTS.items() if options.get("causal", "exact")]
@@ -68,6 +70,8 @@ def naive(layer: SpectralKoopmanAttention, x: Tensor, mask: Tensor | None = None
         q, k = (z / (z.square().mean(-1, keepdim=True) + 1e-5).sqrt() for z in (q, k))
     mask = torch.ones(batch, time, dtype=torch.bool) if mask is None else mask
     k, v = (z * mask[..., None, None] for z in (k, v))
+    if not layer.sees_itself:
+        k, v = (F.pad(z[:, :-1], (0, 0, 0, 0, 1, 0)) for z in (k, v))
     rows = []
     for t in range(time):
         end = {"exact": t + 1, "chunk": t // CHUNK * CHUNK, False: time}[layer.causal]
@@ -174,7 +178,7 @@ def test_pieces_equal_one_pass(name: str, cuts: list[int]) -> None:
             close(left[key], right[key])
 
 
-@pytest.mark.parametrize("name", ["ours", "paper", "lifted", "fading", "convolved"])
+@pytest.mark.parametrize("name", ["ours", "paper", "lifted", "fading", "convolved", "late"])
 def test_gradients_flow_through_the_state(name: str) -> None:
     layer, x, g = make(name), random64(2, 13, DIM), random64(2, 13, DIM)
     parameters = list(layer.parameters())
@@ -295,6 +299,20 @@ def test_forgetting_starts_with_the_half_life_and_stays_a_share() -> None:
         layer(torch.randn(1, 40, DIM))
 
 
+def test_a_token_does_not_see_itself_if_so_told() -> None:
+    """Its own key and value move its answer only where it does."""
+    torch.manual_seed(0)
+    for sees in (True, False):
+        layer = SpectralKoopmanAttention(DIM, heads=HEADS, rank=RANK, sees_itself=sees)
+        torch.nn.init.normal_(layer.out_proj.weight)
+        x = torch.randn(1, 6, DIM)
+        y = layer(x)[0]
+        torch.nn.init.normal_(layer.v_proj.weight)
+        first = layer(x)[0][:, 0]
+        assert torch.equal(first, torch.zeros_like(first)) != sees
+        assert not torch.equal(layer(x)[0][:, 1:], y[:, 1:])
+
+
 def test_normed_keys_are_equally_loud() -> None:
     layer = SpectralKoopmanAttention(DIM, heads=HEADS, rank=RANK, key_norm=True)
     tokens = torch.tensor([[[0.1], [1.0], [50.0]]]) * torch.randn(1, 3, DIM)
@@ -303,7 +321,7 @@ def test_normed_keys_are_equally_loud() -> None:
     torch.testing.assert_close(traces, torch.full((1, HEADS), 3.0 * RANK), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("name", ["ours", "paper", "convolved"])
+@pytest.mark.parametrize("name", ["ours", "paper", "convolved", "late"])
 def test_state_bytes_are_those_of_the_formula(name: str) -> None:
     layer = make(name, torch.float32)
     causal = "chunk" if name == "paper" else "exact"
@@ -311,7 +329,10 @@ def test_state_bytes_are_those_of_the_formula(name: str) -> None:
     for time in (1, 6, 40):
         y, state = layer(torch.randn(3, time, DIM))
         assert y.shape == (3, time, DIM)
-        window = 4 * 3 * (2 * HEADS * RANK + DIM) if name == "convolved" else 0
+        window = {
+            "convolved": 4 * 3 * (2 * HEADS * RANK + DIM),
+            "late": 4 * (HEADS * RANK + DIM),
+        }.get(name, 0)
         sums = SKAState.bytes_per_row(HEADS, RANK, DIM // HEADS, causal)
         assert state.nbytes == 3 * (sums + window) == 3 * layer.state_bytes
     derived = RANK * DIM // HEADS if name == "paper" else RANK**2 + 1
@@ -382,6 +403,7 @@ def test_a_call_changes_no_state_in_place(length: int) -> None:
         ({"ridge": float("nan")}, ["ridge", "nan"]),
         ({"half_life": 0.0}, ["half_life", "0.0"]),
         ({"half_life": 8.0, "causal": False}, ["half_life", "causal=False"]),
+        ({"sees_itself": False, "causal": "chunk"}, ["sees_itself=False", "'chunk'"]),
     ],
 )
 def test_bad_settings_are_named(options: dict[str, Any], words: list[str]) -> None:
@@ -403,7 +425,7 @@ def test_a_wrong_input_or_state_is_refused() -> None:
             layer(bad)
     with pytest.raises(ValueError, match="Mamba2State"):
         layer(x, foreign)
-    with pytest.raises(ValueError, match="SKAState, but this layer continues a ConvolvedSKAState"):
+    with pytest.raises(ValueError, match="SKAState, but this layer continues a WindowedSKAState"):
         make("convolved")(x, state)
     with pytest.raises(ValueError, match="another model or batch"):
         layer(x[:1], state)

@@ -22,7 +22,7 @@ SHRUNK = [
     "mamba2-attention-50m",
     "mamba3-50m",
     "transformer-50m",
-    "echo-50m, fading and convolved",
+    "echo-50m, fading, convolved, late",
 ]
 AS_THEY_ARE = [
     "synthetic-ssm",
@@ -49,7 +49,8 @@ def small_config(name: str) -> EchoConfig:
     if name in AS_THEY_ARE:
         return config
     if changed:
-        config = replace(config, ska=replace(config.ska, half_life=12.0, conv_kernel=4))
+        changes = {"half_life": 12.0, "conv_kernel": 4, "sees_itself": False}
+        config = replace(config, ska=replace(config.ska, **changes))
     return replace(
         config,
         dim=32,

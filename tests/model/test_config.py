@@ -144,6 +144,8 @@ def test_bad_values_are_named(settings: dict[str, Any], words: list[str]) -> Non
         ("ska", {"conv_kernel": -1}, ["conv_kernel", "-1"]),
         ("ska", {"conv_silu": 1}, ["conv_silu", "got 1"]),
         ("ska", {"key_norm": "rms"}, ["key_norm", "'rms'"]),
+        ("ska", {"sees_itself": 0}, ["sees_itself", "got 0"]),
+        ("ska", {"sees_itself": False, "causal": "chunk"}, ["sees_itself=False", "'chunk'"]),
         ("ska", {"tied_start": 1}, ["tied_start", "1"]),
         ("mamba2", {"state_dim": 0}, ["state_dim", "got 0"]),
         ("mamba2", {"expand": 1.5}, ["expand", "1.5"]),

@@ -9,7 +9,8 @@ from echo_lm.experiments.base import Scale
 
 
 class Causality(Ablation):
-    """Exact, and in chunks of several sizes; with the filter bank and with order 1 alone.
+    """Exact, with and without a token's own key in its memory, and in chunks of several sizes; with
+    order 1 alone and with the filter bank.
 
     On the task without a gap everything lies within a few chunks or one.
     """
@@ -27,6 +28,13 @@ class Causality(Ablation):
         sizes = (16, 64, 256) if scale == "full" else (4, 16, 64)
         causalities: dict[str, Changes] = {
             "exact": {"causal": "exact"},
+            "exact, tied start": {"causal": "exact", "tied_start": True},
+            "exact, not itself": {"causal": "exact", "sees_itself": False},
+            "exact, not itself, tied start": {
+                "causal": "exact",
+                "sees_itself": False,
+                "tied_start": True,
+            },
             **{f"chunk {size}": {"causal": "chunk", "chunk_size": size} for size in sizes},
         }
         filters: dict[str, Changes] = {"order 1": ORDER_1}

@@ -8,14 +8,14 @@ from echo_lm.layers.mamba2 import Mamba2 as Mamba2
 from echo_lm.layers.mamba2 import Mamba2State as Mamba2State
 from echo_lm.layers.mamba3 import Mamba3 as Mamba3
 from echo_lm.layers.mamba3 import Mamba3State as Mamba3State
-from echo_lm.layers.ska import ConvolvedSKAState as ConvolvedSKAState
 from echo_lm.layers.ska import SpectralKoopmanAttention as SpectralKoopmanAttention
+from echo_lm.layers.ska import WindowedSKAState as WindowedSKAState
 from echo_lm.layers.swiglu import SwiGLU as SwiGLU
 from echo_lm.ops.ska import SKAState as SKAState
 from echo_lm.ops.state import TensorState
 
 STATES: dict[str, type[TensorState]] = {
     kind.__name__: kind
-    for kind in (AttentionState, ConvolvedSKAState, Mamba2State, Mamba3State, SKAState)
+    for kind in (AttentionState, WindowedSKAState, Mamba2State, Mamba3State, SKAState)
 }
 """What a sequence layer may remember, by name."""

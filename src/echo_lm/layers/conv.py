@@ -79,10 +79,8 @@ class ShortConv(nn.Module):
     ) -> tuple[Float[Tensor, "b t d"], ConvState]:
         self._check(x, state, lengths)
         state = self.init_state(x.shape[0]) if state is None else state
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        history = torch.cat([state.window.to(dtype), x.to(dtype)], dim=1)
-        y = self._convolve(history, x.shape[1]).to(x.dtype)
-        return y, self._remember(history, lengths)
+        history, state = remember(state, x, lengths)
+        return self._convolve(history, x.shape[1]).to(x.dtype), state
 
     def _convolve(self, history: Float[Tensor, "b w d"], tokens: int) -> Float[Tensor, "b t d"]:
         weight = self.weight.to(history.dtype)
@@ -90,17 +88,6 @@ class ShortConv(nn.Module):
         for j in range(self.kernel_size):
             y = torch.addcmul(y, history[:, j : j + tokens], weight[:, j])
         return F.silu(y) if self.silu else y
-
-    def _remember(
-        self, history: Float[Tensor, "b w d"], lengths: Int[Tensor, " b"] | None
-    ) -> ConvState:
-        """The last inputs of each row; a row's real ones end `lengths` after the old window."""
-        width = self.kernel_size - 1
-        if lengths is None:
-            return ConvState(history[:, history.shape[1] - width :].clone())
-        rows = torch.arange(len(history), device=history.device).unsqueeze(1)
-        places = lengths.unsqueeze(1) + torch.arange(width, device=history.device)
-        return ConvState(history[rows, places])
 
     def _check(self, x: Tensor, state: ConvState | None, lengths: Tensor | None) -> None:
         if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != self.channels:
@@ -116,3 +103,20 @@ class ShortConv(nn.Module):
                 f"one of {needed}: pass a state of this layer, or None to begin anew."
             )
         require_finite(x=x)
+
+
+def remember(
+    state: ConvState, x: Float[Tensor, "b t d"], lengths: Int[Tensor, " b"] | None
+) -> tuple[Float[Tensor, "b w d"], ConvState]:
+    """The window with what comes after it, at least in fp32, and the last of each row's inputs.
+
+    A row's real ones end `lengths` after the old window.
+    """
+    width = state.window.shape[1]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    history = torch.cat([state.window.to(dtype), x.to(dtype)], dim=1)
+    if lengths is None:
+        return history, ConvState(history[:, history.shape[1] - width :].clone())
+    rows = torch.arange(len(history), device=history.device).unsqueeze(1)
+    places = lengths.unsqueeze(1) + torch.arange(width, device=history.device)
+    return history, ConvState(history[rows, places])

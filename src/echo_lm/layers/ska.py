@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from echo_lm.layers.conv import ConvState, ShortConv
+from echo_lm.layers.conv import ConvState, ShortConv, remember
 from echo_lm.layers.lift import ClebschGordanLift
 from echo_lm.layers.mamba2 import check_call
 from echo_lm.layers.parameters import no_weight_decay
@@ -31,19 +31,22 @@ NORM_EPS = 1e-5
 
 
 @dataclass
-class ConvolvedSKAState(TensorState):
-    """What a layer behind short convolutions remembers."""
+class WindowedSKAState(TensorState):
+    """What a layer remembers that also needs its last inputs; a window not needed is empty."""
 
     conv: ConvState
+    """Of the convolution."""
+    pending: ConvState
+    """The last key and value, where these enter the sums with the token after them."""
     ska: SKAState
 
 
-LayerState = SKAState | ConvolvedSKAState
+LayerState = SKAState | WindowedSKAState
 
 
 def memory_of(state: LayerState) -> SKAState:
-    """The sums of a layer, whether or not a convolution stands before them."""
-    return state.ska if isinstance(state, ConvolvedSKAState) else state
+    """The sums of a layer, whatever stands before them."""
+    return state.ska if isinstance(state, WindowedSKAState) else state
 
 
 class SpectralKoopmanAttention(nn.Module):
@@ -69,6 +72,8 @@ class SpectralKoopmanAttention(nn.Module):
             none. What a mask leaves out of the memory still passes through it.
         conv_silu: Whether the convolution ends in SiLU.
         key_norm: Scale every key and query to length sqrt(rank): none is louder than another.
+        sees_itself: Whether a token's own key and value are in the memory that it asks. If not,
+            they enter it with the next token.
         tied_start: Start queries from the weights of the keys, so that a token finds its like
             before anything is learned.
     """
@@ -91,11 +96,12 @@ class SpectralKoopmanAttention(nn.Module):
         conv_kernel: int = 0,
         conv_silu: bool = True,
         key_norm: bool = False,
+        sees_itself: bool = True,
         tied_start: bool = False,
     ) -> None:
         super().__init__()
         _check(dim, heads, rank, filter, order, ridge, lift)
-        _check_forgetting(half_life, causal)
+        _check_order_of_reading(causal, half_life, sees_itself)
         self.dim = dim
         self.heads, self.rank, self.value_dim = heads, rank, dim // heads
         self.causal, self.chunk_size = causal, chunk_size
@@ -109,7 +115,7 @@ class SpectralKoopmanAttention(nn.Module):
         width = 2 * heads * key_dim + dim
         self.conv = ShortConv(width, conv_kernel, silu=conv_silu) if conv_kernel else None
         self.lift = ClebschGordanLift(lift, rank=rank, heads=heads) if lift else None
-        self.key_norm = key_norm
+        self.key_norm, self.sees_itself = key_norm, sees_itself
         self.tied_start = tied_start
         self.eta = _spectral(torch.tensor([float(eta)]))
         if filter == "bank":
@@ -166,15 +172,26 @@ class SpectralKoopmanAttention(nn.Module):
         sums = SKAState.init(
             batch, self.heads, self.rank, self.value_dim, device=device, dtype=dtype
         )
-        if self.conv is None:
+        if not self._windowed:
             return sums
-        return ConvolvedSKAState(self.conv.init_state(batch), sums)
+
+        def window(tokens: int, channels: int) -> ConvState:
+            return ConvState.init(batch, channels, tokens + 1, device=device, dtype=dtype)
+
+        conv = window(0, 0) if self.conv is None else self.conv.init_state(batch)
+        pending = window(0 if self.sees_itself else 1, self.heads * self.rank + self.dim)
+        return WindowedSKAState(conv, pending, sums)
+
+    @property
+    def _windowed(self) -> bool:
+        return self.conv is not None or not self.sees_itself
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's state once it has begun."""
         sums = SKAState.bytes_per_row(self.heads, self.rank, self.value_dim, self.causal)
-        return sums + (0 if self.conv is None else self.conv.init_state(1).nbytes)
+        empty = self.init_state(1)
+        return sums + empty.nbytes - memory_of(empty).nbytes
 
     def forward(
         self,
@@ -186,9 +203,16 @@ class SpectralKoopmanAttention(nn.Module):
         return_state: bool = True,
     ) -> tuple[Float[Tensor, "b t d"], LayerState | None]:
         """Answer every position; `mask` leaves positions out of the memory."""
-        check_call(x, self.dim, state, SKAState if self.conv is None else ConvolvedSKAState)
+        check_call(x, self.dim, state, WindowedSKAState if self._windowed else SKAState)
+        if state is None and self._windowed:
+            state = self.init_state(x.shape[0])
         past = None if state is None else memory_of(state)
         q, k, v, conv = self.project(x, state, lengths=lengths)
+        pending = None
+        if not self.sees_itself:
+            assert isinstance(state, WindowedSKAState)
+            k, v, pending = late(k, v, mask, state.pending, lengths)
+            mask = None
         recall = partial(
             ska,
             q,
@@ -206,9 +230,9 @@ class SpectralKoopmanAttention(nn.Module):
         )
         y, sums = recall(return_state=True) if return_state else (recall(), None)
         y = self.out_proj(self.eta.to(y.dtype) * y.flatten(-2))
-        if sums is None or conv is None:
+        if sums is None or not isinstance(state, WindowedSKAState):
             return y, sums
-        return y, ConvolvedSKAState(conv, sums)
+        return y, WindowedSKAState(conv or state.conv, pending or state.pending, sums)
 
     def project(
         self,
@@ -226,7 +250,7 @@ class SpectralKoopmanAttention(nn.Module):
         parts = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         window = None
         if self.conv is not None:
-            past = state.conv if isinstance(state, ConvolvedSKAState) else None
+            past = state.conv if isinstance(state, WindowedSKAState) else None
             widths = [part.shape[-1] for part in parts]
             mixed, window = self.conv(torch.cat(parts, dim=-1), past, lengths=lengths)
             parts = list(mixed.split(widths, dim=-1))
@@ -276,7 +300,7 @@ def _check(
         raise ValueError(f"ridge must be positive, got {ridge}; 0.03 * rank is a good start.")
 
 
-def _check_forgetting(half_life: float | None, causal: Causal) -> None:
+def _check_order_of_reading(causal: Causal, half_life: float | None, sees_itself: bool) -> None:
     if half_life is not None and not half_life > 0:
         raise ValueError(f"half_life must be a positive number of tokens, got {half_life}.")
     if half_life is not None and causal is False:
@@ -284,6 +308,28 @@ def _check_forgetting(half_life: float | None, causal: Causal) -> None:
             "causal=False lets all tokens see all, so that none is older than another; drop "
             'half_life, or use causal="exact" or "chunk".'
         )
+    if not sees_itself and causal != "exact":
+        raise ValueError(
+            f'sees_itself=False needs causal="exact", got {causal!r}, in which a token sees all of '
+            "a chunk or nothing."
+        )
+
+
+def late(
+    k: Float[Tensor, "b t h r"],
+    v: Float[Tensor, "b t h p"],
+    mask: Bool[Tensor, "b t"] | None,
+    pending: ConvState,
+    lengths: Int[Tensor, " b"] | None,
+) -> tuple[Float[Tensor, "b t h r"], Float[Tensor, "b t h p"], ConvState]:
+    """Key and value of the token before each one, zero where the mask leaves that out."""
+    written = torch.cat([k.flatten(2), v.flatten(2)], dim=-1)
+    if mask is not None:
+        written = torch.where(mask[..., None], written, torch.zeros_like(written))
+    history, pending = remember(pending, written, lengths)
+    keys = k.shape[2] * k.shape[3]
+    before = history[:, :-1].to(k.dtype)
+    return before[..., :keys].view_as(k), before[..., keys:].view_as(v), pending
 
 
 def _spectral(value: Tensor) -> nn.Parameter:

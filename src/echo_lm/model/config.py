@@ -42,6 +42,7 @@ class SKAConfig:
     conv_kernel: int = 0
     conv_silu: bool = True
     key_norm: bool = False
+    sees_itself: bool = True
     tied_start: bool = False
 
     def __post_init__(self) -> None:
@@ -53,6 +54,7 @@ class SKAConfig:
         one_of(self, "relative_ridge", False, True, "trace")
         one_of(self, "conv_silu", False, True)
         one_of(self, "key_norm", False, True)
+        one_of(self, "sees_itself", False, True)
         one_of(self, "tied_start", False, True)
         for name in ("ridge", "half_life"):
             if getattr(self, name) is not None:
@@ -68,6 +70,11 @@ class SKAConfig:
             raise ValueError(
                 f'half_life={self.half_life} needs causal="exact" or "chunk", got False, in which '
                 "no token is older than another."
+            )
+        if not self.sees_itself and self.causal != "exact":
+            raise ValueError(
+                f'sees_itself=False needs causal="exact", got {self.causal!r}, in which a token '
+                "sees all of a chunk or nothing."
             )
 
 
