@@ -78,6 +78,8 @@ def variants(rank: int) -> dict[str, dict[str, dict[str, Any]]]:
         "ridge from 30 r": ska(ridge=30.0 * rank),
         "half-life 512": ska(half_life=512),
         "keys of one length": ska(key_norm=True),
+        "tokens that do not see themselves": ska(sees_itself=False),
+        "tied start": ska(tied_start=True),
         "order 0": ska(filter="power", order=0),
         "order 1": ska(filter="power", order=1),
         "eta from 0.1": ska(eta=0.1),

@@ -36,6 +36,7 @@ Precision = Literal["fp32", "bf16"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {"causal": "exact"},
     "exact, fading": {"causal": "exact", "half_life": 1024},
+    "exact, not itself": {"causal": "exact", "sees_itself": False},
     "chunk": {"causal": "chunk"},
 }
 READINGS = {"in pieces": 100, "token by token": 1}
