@@ -14,11 +14,11 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.record import Findings, Row, Target
 from benchmarks.timing import interleaved, ratio, threads
-from echo_lm import EchoState, SKAState, ska
-from echo_lm.demo import untrained
+from echo_lm import EchoConfig, EchoLM, EchoState, SKAState, ska
 from echo_lm.info import state_bytes
 
 SEED = 0
@@ -65,6 +65,14 @@ def model() -> Subject:
 
     # What `echo-lm info` says of the layers, and the count of the row.
     return Subject(PRESET, read, sum(state_bytes(mixer) for mixer in lm.mixers()) + 8)
+
+
+def untrained(preset: str) -> EchoLM:
+    """A model whose SKA layers speak: they start silent, and random weights give them a voice."""
+    lm = EchoLM(EchoConfig.preset(preset)).eval()
+    for mixer in lm.mixers():
+        nn.init.xavier_uniform_(mixer.out_proj.weight)
+    return lm
 
 
 def measure() -> Findings:
