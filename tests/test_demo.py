@@ -61,7 +61,7 @@ def test_progress_is_plain_where_there_is_no_terminal(shown: Shown) -> None:
     for name in demo.MODELS:
         lines = [line for line in shown[1].splitlines() if line.startswith(f"{name}  ")]
         assert any("step     5  loss " in line and line.endswith("% right") for line in lines)
-        assert any("read 4,096 tokens" in line for line in lines)
+        assert any("texts of 4,096 tokens" in line for line in lines)
 
 
 def test_the_table_shows_what_was_found(shown: Shown) -> None:
@@ -180,6 +180,15 @@ def test_a_folder_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"out must be a folder to write to, got {file}"):
         demo.run(0, file, console=where)
     assert printed(where) == ""
+
+
+def test_a_folder_that_is_read_only_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By what the system says: root, who may run the tests, writes wherever it likes.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=f"got {tmp_path}, which is read-only"):
+        demo.run(0, tmp_path, console=console())
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ def run(
     except KeyboardInterrupt:
         console.print("Stopped before the end: there is nothing to show yet.")
         raise
+    console.print()
     console.print(table_of(runners))
     save_plot(runners, path, console)
     console.print()
@@ -144,18 +146,22 @@ def make_room(out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"out must be a folder to write to, got {out} ({error}).") from None
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"out must be a folder to write to, got {out}, which is read-only.")
     return out / PLOT
 
 
 def introduce(seed: int, console: Console) -> None:
     console.print(
         "Which value belongs to which key? Each text has two keys (k) with their values (v), then "
-        "noise (n), then both keys again, and the value has to be told:\n"
+        "noise (n), then both keys again, and the value has to be told:\n",
+        highlight=False,
     )
     show_example("mqar", {"pairs": PAIRS, "gap": task(1).gap}, seed=seed, console=console)
     console.print(
         f"\nThree models of the same width and depth learn this on texts of {LENGTH} tokens, with "
-        f"the same batches. Then they read texts of up to {LONGEST:,}."
+        f"the same batches. Then they read texts of up to {LONGEST:,} tokens.\n",
+        highlight=False,
     )
 
 
@@ -206,7 +212,7 @@ class Lanes:
         if console.is_terminal:
             self.progress = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=30),
+                BarColumn(bar_width=20),
                 TextColumn("{task.fields[told]}"),
                 console=console,
             )
@@ -239,7 +245,7 @@ class Lanes:
         self.say(name, told, plain=due, completed=record["step"])
 
     def has_read(self, name: str, tokens: int, found: Recall) -> None:
-        told = f"read {tokens:>5,} tokens at a time  {found.accuracy:4.0%} right"
+        told = f"texts of {tokens:>5,} tokens  {found.accuracy:4.0%} right"
         self.say(name, told, plain=True)
 
     def say(self, name: str, told: str, *, plain: bool, **progress: Any) -> None:
@@ -254,8 +260,8 @@ def table_of(runners: Sequence[Runner]) -> Table:
     table = Table(title="Right answers in texts of", title_justify="left")
     table.add_column("Model", no_wrap=True)
     for times in TIMES:
-        table.add_column(f"{times * LENGTH:,} tokens\n({times}x)", justify="right")
-    table.add_column(f"Remembered\nat {TIMES[-1]}x", justify="right")
+        table.add_column(f"{times * LENGTH:,}\ntokens\n({times}x)", justify="right")
+    table.add_column(f"Remembered\nafter\n{LONGEST:,} tokens", justify="right")
     best = max(runner.far.accuracy for runner in runners)
     for runner in runners:
         shares = (f"{found.accuracy:.0%}" for found in runner.read)
