@@ -139,6 +139,8 @@ class Recurrent(Experiment):
                 ax.set(
                     xscale="log", yscale="log", xlabel="gap", title=f"token by token, {precision}"
                 )
+                ax.set_xticks(gaps(done), [f"{gap:,}" for gap in gaps(done)])
+                ax.set_xticks([], minor=True)
             axes[0, 0].set_ylabel("largest difference / usual logit")
             axes[0, 0].legend(fontsize=7)
 
