@@ -312,7 +312,9 @@ def draw_over_sharpness(done: Sequence[Finished], view: str, name: str, ax: Any)
         title=f"{view}, below the lowest layer",
     )
     if name == "norm":
-        ax.set(yscale="log", ylabel=f"norm of the gradient (at least {FLOOR:.0e})")
+        ax.set(yscale="log", ylabel="norm of the gradient")
+        if ax.get_ylim()[0] < FLOOR:
+            ax.text(0.98, 0.09, f"cut at {FLOOR:.0e}", transform=ax.transAxes, ha="right")
     else:
         ax.set(ylabel="effective rank", ylim=(0, 1.05 * width(done)))
 

@@ -158,7 +158,7 @@ class Complaints(logging.Filter):
 
 
 LOG = logging.getLogger("echo_lm")
-KINDS = ("random", "facts", "repeated")
+KINDS = ("random keys", "facts in faint noise", "repeated keys")
 
 
 class Streams:
@@ -343,7 +343,7 @@ def table_of_answers(done: Sequence[Finished], kind: str) -> Table:
         f"{what} after {counts[i]:,}, {'never rebuilt' if rebuilt else 'rebuilt'}"
         for what, i, rebuilt in columns
     ]
-    title = f"Relative error of X and of answers, {kind} keys"
+    title = f"Relative error of X and of answers, {kind}"
     return Table(title, ["ridge / max |k|²", "arithmetic", *header], rows)
 
 
@@ -353,14 +353,14 @@ def remark(cells: Sequence[Finished]) -> str:
     told = []
     for place, kind in enumerate(KINDS):
         both = (shown(cells, -1, "answers", rebuilt, j, place) for rebuilt in (0, 1))
-        told.append(f"{kind} keys {' and '.join(both)}")
+        told.append(f"{kind} {' and '.join(both)}")
     jittered = over_seeds(
         cells, lambda found: found["rebuilds that needed jitter"], "{:.0%}".format
     )
     return (
         f"{cells[0].settings['arithmetic']}, ridge {SHOWN_RIDGE:g}, after "
         f"{cells[0].numbers['tokens'][-1]:,} tokens, answers with X rebuilt and never rebuilt: "
-        f"{'; '.join(told)}. {jittered} of the rebuilds needed jitter."
+        f"{'; '.join(told)}. In {jittered} of the rebuilds some Gram matrix needed jitter."
     )
 
 
@@ -372,12 +372,12 @@ def draw_answers(done: Sequence[Finished], kind: str, ax: Any) -> None:
         draw_lines(done, place, ax, hollow=bool(rebuilt))
     ax.set(
         ylabel="relative error of the answers",
-        title=f"{kind} keys, λ = {SHOWN_RIDGE:g} max |k|² (hollow: never rebuilt)",
+        title=f"{kind}, λ = {SHOWN_RIDGE:g} (hollow: X never rebuilt)",
     )
 
 
 def draw_sums(done: Sequence[Finished], ax: Any) -> None:
-    draw_lines(done, ("G", KINDS.index("repeated")), ax, hollow=False)
+    draw_lines(done, ("G", KINDS.index("repeated keys")), ax, hollow=False)
     ax.set(ylabel="relative error of G", title="the sum G itself, repeated keys")
 
 
