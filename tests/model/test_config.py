@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from echo_lm.model import EchoConfig
-from echo_lm.model.config import Mamba2Config, Mamba3Config, SKAConfig
+from echo_lm.model.config import DeltaConfig, Mamba2Config, Mamba3Config, SKAConfig
 
 from .families import refused
 
@@ -58,7 +58,7 @@ def test_defaults_may_be_left_out() -> None:
 def test_every_setting_survives(tmp_path: Path) -> None:
     config = replace(
         TINY,
-        mixers=("mamba3+ska", "attention", "mamba3"),
+        mixers=("mamba3+ska", "attention", "mamba3", "delta"),
         mlp="koopman-gated",
         mlp_hidden=10,
         tie_embeddings=False,
@@ -67,13 +67,14 @@ def test_every_setting_survives(tmp_path: Path) -> None:
         ska=SKAConfig(3, "power", 4, "chunk", 7, 0.1, "trace", 2.5, 2, 9.5, 4, False, True),
         mamba2=Mamba2Config(1, 2, 3, 4, 5),
         mamba3=Mamba3Config(1, 2, 3, 4, 0.25, False, 6),
+        delta=DeltaConfig(1, 2),
     )
     config.save(tmp_path / "config.json")
     assert EchoConfig.load(tmp_path / "config.json") == config
 
 
 def test_frozen() -> None:
-    for part in (TINY, TINY.ska, TINY.mamba2, TINY.mamba3):
+    for part in (TINY, TINY.ska, TINY.mamba2, TINY.mamba3, TINY.delta):
         with pytest.raises(FrozenInstanceError):
             part.heads = 3  # type: ignore[misc]
 
@@ -154,6 +155,8 @@ def test_bad_values_are_named(settings: dict[str, Any], words: list[str]) -> Non
         ("mamba3", {"rope_fraction": "half"}, ["rope_fraction", "'half'"]),
         ("mamba3", {"gate": "on"}, ["gate", "'on'"]),
         ("mamba3", {"conv_kernel": -1}, ["conv_kernel", "-1"]),
+        ("delta", {"key_dim": 0}, ["key_dim", "got 0"]),
+        ("delta", {"conv_kernel": 0}, ["conv_kernel", "got 0"]),
     ],
     ids=str,
 )

@@ -2,6 +2,8 @@
 
 from echo_lm.layers.attention import Attention as Attention
 from echo_lm.layers.attention import AttentionState as AttentionState
+from echo_lm.layers.delta_net import DeltaNet as DeltaNet
+from echo_lm.layers.delta_net import DeltaNetState as DeltaNetState
 from echo_lm.layers.koopman_mlp import SpectralKoopmanMLP as SpectralKoopmanMLP
 from echo_lm.layers.lift import ClebschGordanLift as ClebschGordanLift
 from echo_lm.layers.mamba2 import Mamba2 as Mamba2
@@ -16,6 +18,13 @@ from echo_lm.ops.state import TensorState
 
 STATES: dict[str, type[TensorState]] = {
     kind.__name__: kind
-    for kind in (AttentionState, WindowedSKAState, Mamba2State, Mamba3State, SKAState)
+    for kind in (
+        AttentionState,
+        DeltaNetState,
+        Mamba2State,
+        Mamba3State,
+        SKAState,
+        WindowedSKAState,
+    )
 }
 """What a sequence layer may remember, by name."""

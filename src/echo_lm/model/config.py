@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from echo_lm.settings import build, is_number, one_of, positive, whole
 
-Mixer = Literal["ska", "mamba2", "mamba3", "attention", "mamba3+ska"]
+Mixer = Literal["ska", "mamba2", "mamba3", "delta", "attention", "mamba3+ska"]
 MLP = Literal["koopman", "koopman-gated", "swiglu", "none"]
 
 MODEL_TYPE = "echo"
@@ -112,7 +112,25 @@ class Mamba3Config:
             raise ValueError(f"rope_fraction must lie between 0 and 1, got {self.rope_fraction!r}.")
 
 
-PARTS = {"ska": SKAConfig, "mamba2": Mamba2Config, "mamba3": Mamba3Config}
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Settings of `DeltaNet`, which describes them."""
+
+    key_dim: int | None = None
+    conv_kernel: int = 4
+
+    def __post_init__(self) -> None:
+        whole(self, "conv_kernel")
+        if self.key_dim is not None:
+            whole(self, "key_dim")
+
+
+PARTS = {
+    "ska": SKAConfig,
+    "mamba2": Mamba2Config,
+    "mamba3": Mamba3Config,
+    "delta": DeltaConfig,
+}
 """Settings of one kind of layer, by the name of their field."""
 
 
@@ -126,7 +144,7 @@ class EchoConfig:
     """The sequence layer of each block; "mamba3+ska" is one after the other."""
     vocab_size: int = 32_000
     heads: int = 12
-    """Heads of SKA and attention."""
+    """Heads of SKA, attention and the delta rule."""
     mlp: MLP = "koopman"
     mlp_hidden: int | None = None
     """Hidden width of the feed-forward layer; 8/3 dim rounded up to 64s if None."""
@@ -136,6 +154,7 @@ class EchoConfig:
     ska: SKAConfig = field(default_factory=SKAConfig)
     mamba2: Mamba2Config = field(default_factory=Mamba2Config)
     mamba3: Mamba3Config = field(default_factory=Mamba3Config)
+    delta: DeltaConfig = field(default_factory=DeltaConfig)
 
     def __post_init__(self) -> None:
         whole(self, "dim", "vocab_size", "heads")

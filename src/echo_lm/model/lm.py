@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from echo_lm.layers import (
     Attention,
+    DeltaNet,
     Mamba2,
     Mamba3,
     SpectralKoopmanAttention,
@@ -334,7 +335,15 @@ class EchoLM(nn.Module):
             )
 
 
-LAYERS = (Attention, Mamba2, Mamba3, SpectralKoopmanAttention, SpectralKoopmanMLP, SwiGLU)
+LAYERS = (
+    Attention,
+    DeltaNet,
+    Mamba2,
+    Mamba3,
+    SpectralKoopmanAttention,
+    SpectralKoopmanMLP,
+    SwiGLU,
+)
 
 
 def build_mixer(config: EchoConfig, kind: str) -> nn.Module:
@@ -345,6 +354,10 @@ def build_mixer(config: EchoConfig, kind: str) -> nn.Module:
         return Mamba2(config.dim, norm_eps=config.norm_eps, **asdict(config.mamba2))
     if kind == "mamba3":
         return Mamba3(config.dim, norm_eps=config.norm_eps, **asdict(config.mamba3))
+    if kind == "delta":
+        return DeltaNet(
+            config.dim, heads=config.heads, norm_eps=config.norm_eps, **asdict(config.delta)
+        )
     return Attention(config.dim, heads=config.heads, rope_theta=config.rope_theta)
 
 

@@ -157,6 +157,7 @@ def choices() -> list[Choice]:
         Choice("SKA, one token", "recurrent (PyTorch)", "O(r² + rP) for each token"),
         Choice("Scan, many tokens", "chunk (PyTorch)", _why_no_scan_kernel()),
         Choice("Scan, one token", "recurrent (PyTorch)", "one update of the state"),
+        Choice("Delta rule", "chunk, recurrent (PyTorch)", "a baseline, without kernels"),
         Choice("Attention", "scaled_dot_product_attention", "torch picks its kernel"),
     ]
 
