@@ -98,6 +98,40 @@ def train(
         list_recipes()
 
 
+@app.command(name="held-out")
+def held_out(
+    checkpoint: Annotated[Path, tyro.conf.Positional],
+    tokens: Annotated[Path, tyro.conf.Positional],
+    length: int = 2048,
+    windows: Literal["running", "apart"] = "running",
+    first: int | None = None,
+    out: Path | None = None,
+    device: str = "auto",
+) -> None:
+    """What held-out text costs a model: by source, by place, and where rare tokens come again.
+
+    Args:
+        checkpoint: The folder of a model, such as a step-* that training has left.
+        tokens: A folder that echo-lm data prepare made.
+        length: Tokens of a window.
+        windows: One after the other through all the text, or each document apart.
+        first: Read only so many windows.
+        out: A JSON file for the record.
+        device: Where to read, such as cuda or cpu; a GPU if there is one.
+    """
+    from echo_lm.evaluate.command import run
+
+    run(
+        checkpoint,
+        tokens,
+        length=length,
+        windows=windows,
+        first=first,
+        out=out,
+        device=device,
+    )
+
+
 @app.command
 def reproduce(
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from echo_lm import EchoConfig, EchoLM
 from echo_lm.data import TextBatch, TextSource, TokenShards
@@ -116,18 +113,6 @@ def test_every_window_once_an_epoch(
     assert not everything[:size].equal(in_order)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(parts=st.lists(st.integers(1, 4), min_size=1, max_size=3), step=st.integers(0, 100))
-def test_ranks_share_one_batch(source: TextSource, parts: list[int], step: int) -> None:
-    """Whatever their number, and accumulation within a rank too."""
-    rows = 2 * math.prod(parts)
-    whole = source.batch(rows, seed=1, step=step)
-    sources = [source]
-    for of in parts:
-        sources = [one.part(number, of) for one in sources for number in range(of)]
-    assert same(joined([one.batch(rows, seed=1, step=step) for one in sources]), whole)
-
-
 def test_pieces_know_their_documents_too(source: TextSource) -> None:
     batch = source.batch(8, seed=0)
     assert same(joined(batch.pieces(4)), batch.to("cpu"))
@@ -146,14 +131,8 @@ def test_a_batch_is_a_function_of_seed_and_step(shards: TokenShards, source: Tex
 def test_what_is_wrong_is_said(shards: TokenShards, source: TextSource, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="length must be a whole number at least 2, got 1"):
         TextSource(shards, 1)
-    with pytest.raises(ValueError, match="rank must be a whole number between 0 and 1, got 2"):
-        TextSource(shards, 8, rank=2, ranks=2)
     with pytest.raises(ValueError, match="windows must be one of running, apart, got 'packed'"):
         TextSource(shards, 8, windows="packed")
-    with pytest.raises(ValueError, match="number must be a whole number between 0 and 2, got 3"):
-        source.part(3, 3)
-    with pytest.raises(ValueError, match="A batch of 5 rows cannot be shared evenly by 2 ranks"):
-        source.part(0, 2).batch(5, seed=0)
     with pytest.raises(ValueError, match="step must be a whole number at least 0, got -1"):
         source.batch(4, seed=0, step=-1)
 
@@ -190,12 +169,12 @@ def test_trains(shards: TokenShards, source: TextSource) -> None:
     assert recall(small_model(shards), source, rows=4).answers == asked.sum()
 
 
-def test_a_run_goes_on_shared_by_more_but_not_with_other_text(
+def test_a_run_goes_on_but_not_with_other_text(
     shards: TokenShards, source: TextSource, tokenizer: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     train(small_model(shards), source, CONFIG, folder=run)
-    train(small_model(shards), source.part(1, 2), CONFIG, folder=run)
+    train(small_model(shards), TextSource(shards, LENGTH), CONFIG, folder=run)
     other = TextSource(TokenShards(prepared(tmp_path, tokenizer, TEXTS[1:])), LENGTH)
     with pytest.raises(ValueError, match=r"was trained with source\.text='[0-9a-f]{16}', this"):
         train(small_model(shards), other, CONFIG, folder=run, test=source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -33,7 +32,7 @@ class TextSource:
     """Windows of prepared text in random order, each once an epoch.
 
     A batch is a function of the seed and the step alone: nothing has to be kept to go on, and it
-    is the same however many ranks share it.
+    is the same however many processes will share it.
 
     Args:
         shards: The text.
@@ -42,36 +41,17 @@ class TextSource:
             of a document and the next one behind its separator. "apart": a window has one
             document, or a part of one, and then padding, so that nothing leaks from one to
             another in any model; `filled` tells what share of it is text.
-        rank, ranks: Give this part of every batch only.
     """
 
-    def __init__(
-        self,
-        shards: TokenShards,
-        length: int,
-        *,
-        windows: Windows = "running",
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
+    def __init__(self, shards: TokenShards, length: int, *, windows: Windows = "running") -> None:
         check("length", length, at_least=2)
-        check("ranks", ranks, at_least=1)
-        check("rank", rank, at_least=0, at_most=ranks - 1)
         check_option("windows", windows, get_args(Windows))
         self.shards, self.length, self.windows = shards, length, windows
-        self.rank, self.ranks = rank, ranks
         self._tables = {split: self._table(split) for split in SPLITS}
 
     @property
     def vocab_size(self) -> int:
         return self.shards.vocab_size
-
-    def part(self, number: int, of: int) -> TextSource:
-        """The part of each batch for a rank, or for a step of gradient accumulation, or both."""
-        check("number", number, at_least=0, at_most=of - 1)
-        part = copy(self)
-        part.rank, part.ranks = self.rank * of + number, self.ranks * of
-        return part
 
     def count(self, split: Split) -> int:
         """How many windows there are: the batches of an epoch times their rows."""
@@ -83,7 +63,7 @@ class TextSource:
         return float((stops - starts).mean()) / self.length
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same for a run to go on; by how many ranks it is shared need not."""
+        """What must be the same for a run to go on."""
         return {
             "text": self.shards.fingerprint,
             "length": self.length,
@@ -99,17 +79,11 @@ class TextSource:
         split: Split = "train",
         device: torch.device | str = "cpu",
     ) -> TextBatch:
-        """This rank's part of batch number `step`, which has `rows` rows in all."""
+        """Batch number `step`."""
         check("rows", rows, at_least=1)
         check("step", step, at_least=0)
         check_option("split", split, SPLITS)
-        if rows % self.ranks:
-            raise ValueError(
-                f"A batch of {rows} rows cannot be shared evenly by {self.ranks} ranks."
-            )
-        mine = rows // self.ranks
-        first = step * rows + self.rank * mine
-        places = torch.arange(first, first + mine)
+        places = torch.arange(step * rows, (step + 1) * rows)
         return self.take(self.order(places, seed=seed, split=split), split=split, device=device)
 
     def order(self, places: Int[Tensor, " b"], *, seed: int, split: Split) -> Int[Tensor, " b"]:

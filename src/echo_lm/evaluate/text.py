@@ -1,0 +1,172 @@
+"""What held-out text costs a model, by source, by place, and where rare tokens come again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from numpy import ndarray
+from torch import Tensor
+
+from echo_lm.data.shards import TokenShards
+from echo_lm.data.source import TextBatch, TextSource
+from echo_lm.evaluate.recall import LOGITS_AT_ONCE
+from echo_lm.model.lm import EchoLM
+from echo_lm.model.loss import IGNORED_LABEL
+from echo_lm.ops.backends import Precision, autocast
+
+RARE = 1e-5
+"""A token is rare if fewer than this share of the training text are it."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some of the tokens, and their mean loss in nats."""
+
+    name: str
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """Mean loss in nats a token, and what it is made of."""
+
+    loss: float
+    tokens: int
+    bits_per_byte: float
+    """The same as a file's size: what it does not matter to how text is cut into tokens."""
+    by_source: tuple[Share, ...]
+    by_place: tuple[Share, ...]
+    """Of places 1, 2-3, 4-7, ... of the window: with more context a token should cost less."""
+    rare: tuple[Share, ...]
+    """Rare tokens where a document has them first, and where it has had them in this window."""
+
+
+@torch.inference_mode()
+def text_loss(
+    model: EchoLM,
+    source: TextSource,
+    *,
+    first: int | None = None,
+    batch: int = 16,
+    precision: Precision = "auto",
+) -> TextLoss:
+    """Read the held-out text window by window in order, or the `first` so many windows of it."""
+    total = source.count("test")
+    count = total if first is None else min(first, total)
+    if count < 1 and total:
+        raise ValueError(f"first must be at least 1, got {first}.")
+    if source.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"The text has {source.vocab_size} different tokens and the model knows "
+            f"{model.config.vocab_size}: it was made with another tokenizer."
+        )
+    rare = torch.from_numpy(rare_tokens(source.shards, model.config.vocab_size))
+    device, losses, tables = model.embedding.weight.device, [], []
+    with autocast(device, precision):
+        for start in range(0, count, batch):
+            numbers = torch.arange(start, min(start + batch, count))
+            some = source.take(numbers, split="test", device=device)
+            losses.append(token_losses(model, some).cpu())
+            tables.append(describe(some.to("cpu"), rare))
+    loss = torch.cat(losses).double()
+    table = {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
+    asked = table["asked"]
+    mean = float(loss[asked].mean())
+    return TextLoss(
+        loss=mean,
+        tokens=int(asked.sum()),
+        bits_per_byte=mean / math.log(2) * tokens_per_byte(source.shards),
+        by_source=shares_by_source(loss, table, source.shards),
+        by_place=shares_by_place(loss, asked),
+        rare=(
+            share("first", loss, asked & table["rare"] & ~table["again"]),
+            share("again", loss, asked & table["rare"] & table["again"]),
+        ),
+    )
+
+
+def token_losses(model: EchoLM, batch: TextBatch) -> Float[Tensor, "b t"]:
+    """Of each token under what was read before it; 0 where nothing is asked."""
+    rows, length = batch.tokens.shape
+    losses = torch.zeros(rows, length, device=batch.tokens.device)
+    piece = max(1, LOGITS_AT_ONCE // (rows * model.config.vocab_size))
+    state = None
+    for start in range(0, length - 1, piece):
+        stop = min(start + piece, length - 1)
+        out = model(batch.tokens[:, start:stop], state=state, return_state=True)
+        state = out.state
+        wanted = batch.labels[:, start + 1 : stop + 1]
+        losses[:, start + 1 : stop + 1] = F.cross_entropy(
+            out.logits.float().mT, wanted, ignore_index=IGNORED_LABEL, reduction="none"
+        )
+    return losses
+
+
+def describe(batch: TextBatch, rare: Bool[Tensor, " vocab"]) -> dict[str, Tensor]:
+    """What each token of a batch is."""
+    asked = batch.labels != IGNORED_LABEL
+    asked[:, 0] = False
+    return {
+        "asked": asked,
+        "documents": batch.documents,
+        "rare": rare[batch.tokens],
+        "again": seen_before(batch.tokens, batch.documents),
+    }
+
+
+def seen_before(tokens: Int[Tensor, "b t"], documents: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
+    """True where the same document had the same token further left in the window."""
+    named = documents.long() * (int(tokens.max()) + 1) + tokens
+    ordered, order = named.sort(dim=1, stable=True)
+    again = torch.zeros_like(named, dtype=torch.bool)
+    return again.scatter_(1, order[:, 1:], ordered[:, 1:] == ordered[:, :-1])
+
+
+def rare_tokens(shards: TokenShards, vocab_size: int) -> Bool[ndarray, " vocab"]:
+    """By their share of the training text, a million tokens at a time."""
+    counts, total = np.zeros(vocab_size, np.int64), shards.tokens("train")
+    for start in range(0, total, 1 << 20):
+        counts += np.bincount(shards.read("train", start, start + (1 << 20)), minlength=vocab_size)
+    rare: Bool[ndarray, " vocab"] = counts < RARE * total
+    return rare
+
+
+def tokens_per_byte(shards: TokenShards) -> float:
+    """Of the held-out text; separators are paid for, as ends of documents."""
+    return shards.tokens("test") / shards.text_bytes("test")
+
+
+def shares_by_source(
+    loss: Float[Tensor, "b t"], table: dict[str, Tensor], shards: TokenShards
+) -> tuple[Share, ...]:
+    sources = torch.from_numpy(shards.document_sources("test"))
+    of = sources[table["documents"].long().clamp_min(0)]
+    found = (
+        share(name, loss, table["asked"] & (of == number))
+        for number, name in enumerate(shards.sources)
+    )
+    return tuple(one for one in found if one.tokens)
+
+
+def shares_by_place(loss: Float[Tensor, "b t"], asked: Bool[Tensor, "b t"]) -> tuple[Share, ...]:
+    places = torch.arange(loss.shape[1])
+    edges = [2**n for n in range(math.ceil(math.log2(loss.shape[1])) + 1)]
+    shares = []
+    for low, high in pairwise(edges):
+        here = asked & (places >= low) & (places < high)
+        name = f"{low:,}" if high - low == 1 else f"{low:,}-{min(high, loss.shape[1]) - 1:,}"
+        shares.append(share(name, loss, here))
+    return tuple(one for one in shares if one.tokens)
+
+
+def share(name: str, loss: Float[Tensor, "b t"], which: Bool[Tensor, "b t"]) -> Share:
+    """The tokens marked; without any, a loss that is not a number."""
+    count = int(which.sum())
+    return Share(name, count, float(loss[which].mean()) if count else math.nan)
