@@ -85,10 +85,7 @@ def text_loss(
         bits_per_byte=mean / math.log(2) * tokens_per_byte(source.shards),
         by_source=shares_by_source(loss, table, source.shards),
         by_place=shares_by_place(loss, asked),
-        rare=(
-            share("first", loss, asked & table["rare"] & ~table["again"]),
-            share("again", loss, asked & table["rare"] & table["again"]),
-        ),
+        rare=shares_of_rare(loss, asked & table["rare"], table["again"]),
     )
 
 
@@ -152,6 +149,13 @@ def shares_by_source(
         share(name, loss, table["asked"] & (of == number))
         for number, name in enumerate(shards.sources)
     )
+    return tuple(one for one in found if one.tokens)
+
+
+def shares_of_rare(
+    loss: Float[Tensor, "b t"], rare: Bool[Tensor, "b t"], again: Bool[Tensor, "b t"]
+) -> tuple[Share, ...]:
+    found = share("first", loss, rare & ~again), share("again", loss, rare & again)
     return tuple(one for one in found if one.tokens)
 
 
