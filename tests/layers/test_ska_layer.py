@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fading paper": {"half_life": 6.0, **PAPER},
     "convolved": {"conv_kernel": 4},
     "late": {"sees_itself": False},
-    "late, fading, convolved": {"sees_itself": False, "half_life": 6.0, "conv_kernel": 3},
+    "late, fading, convolved": {"sees_itself": False, "half_life": [6.0, 20.0], "conv_kernel": 3},
     "convolved, all at once": {"conv_kernel": 3, "conv_silu": False, "key_norm": True, "lift": 8},
 }
 CAUSAL = [name for name, options in VARIANTS.items() if options.get("causal", "exact")]
@@ -293,6 +293,9 @@ def test_forgetting_starts_with_the_half_life_and_stays_a_share() -> None:
     layer = SpectralKoopmanAttention(DIM, heads=4, rank=RANK, chunk_size=16, half_life=64)
     assert layer.decay is not None
     close_to_rounding(layer.decay, torch.full((4,), 0.5**0.25))
+    turns = SpectralKoopmanAttention(DIM, heads=4, rank=RANK, chunk_size=16, half_life=[16, 32, 64])
+    assert turns.decay is not None
+    close_to_rounding(turns.decay, torch.tensor([0.5, 0.5**0.5, 0.5**0.25, 0.5]))
     for raw in (-200.0, 200.0):
         torch.nn.init.constant_(layer.raw_decay, raw)
         assert ((layer.decay > 0) & (layer.decay <= 1)).all()
@@ -402,6 +405,7 @@ def test_a_call_changes_no_state_in_place(length: int) -> None:
         ({"ridge": 0.0}, ["ridge", "0.0"]),
         ({"ridge": float("nan")}, ["ridge", "nan"]),
         ({"half_life": 0.0}, ["half_life", "0.0"]),
+        ({"half_life": [8.0, -1.0]}, ["half_life", "-1.0"]),
         ({"half_life": 8.0, "causal": False}, ["half_life", "causal=False"]),
         ({"sees_itself": False, "causal": "chunk"}, ["sees_itself=False", "'chunk'"]),
     ],

@@ -12,7 +12,7 @@ FADES_EVERY = 16
 
 
 class Forgetting(Ablation):
-    """No decay, and learned ones that start from several half-lives.
+    """No decay, and learned ones that start from one half-life or from another for each head.
 
     In the resource economy what an agent has changes with every step; overwritten pairs are as
     plain as a change can be; in MQAR nothing changes, and whoever forgets can only lose.
@@ -38,13 +38,15 @@ class Forgetting(Ablation):
         exact = {"causal": "exact", "chunk_size": FADES_EVERY}
         lives = (16, 64, 256, 1024) if full else (16, 64)
         modes = {"exact": exact, "chunk": chunked} if full else {"chunk": chunked}
+        fading: dict[str, Changes] = {
+            "none": {},
+            **{f"half-life {life}": {"half_life": life} for life in lives},
+            f"half-lives {lives[0]} to {lives[-1]}": {"half_life": list(lives)},
+        }
         return {
-            f"{name}, {mode}": {**how, **when, **fading}
+            f"{name}, {mode}": {**how, **when, **changes}
             for mode, when in modes.items()
-            for name, fading in {
-                "none": {},
-                **{f"half-life {life}": {"half_life": life} for life in lives},
-            }.items()
+            for name, changes in fading.items()
         }
 
 

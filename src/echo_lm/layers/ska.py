@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -66,8 +67,9 @@ class SpectralKoopmanAttention(nn.Module):
             (True), or of tr(G) / r ("trace"), instead of learning it for each head.
         eta: The output's scale at the start.
         lift: Width N of rotary keys that pass through the Clebsch-Gordan lift; 0 for none.
-        half_life: Tokens after which half of the sums is left at the start; what is kept from one
-            chunk to the next is learned for each head. None: nothing fades.
+        half_life: Tokens after which half of the sums is left at the start, one number or several
+            that heads take in turn; what is kept from one chunk to the next is learned for each
+            head. None: nothing fades.
         conv_kernel: Taps of a causal depth-wise convolution over queries, keys and values; 0 for
             none. What a mask leaves out of the memory still passes through it.
         conv_silu: Whether the convolution ends in SiLU.
@@ -92,7 +94,7 @@ class SpectralKoopmanAttention(nn.Module):
         relative_ridge: Relative = False,
         eta: float = 1.5,
         lift: int = 0,
-        half_life: float | None = None,
+        half_life: float | Sequence[float] | None = None,
         conv_kernel: int = 0,
         conv_silu: bool = True,
         key_norm: bool = False,
@@ -129,8 +131,10 @@ class SpectralKoopmanAttention(nn.Module):
             self.raw_ridge = _spectral(torch.full((heads,), _inverse_softplus(ridge)))
         self.raw_decay: nn.Parameter | None = None
         if half_life is not None:
-            kept = max(0.5 ** (chunk_size / half_life), LEAST_KEPT)
-            self.raw_decay = _spectral(torch.full((heads,), _logit(kept)))
+            lives = half_life if isinstance(half_life, Sequence) else [half_life]
+            kept = [max(0.5 ** (chunk_size / life), LEAST_KEPT) for life in lives]
+            raw = [_logit(kept[head % len(kept)]) for head in range(heads)]
+            self.raw_decay = _spectral(torch.tensor(raw))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -300,9 +304,13 @@ def _check(
         raise ValueError(f"ridge must be positive, got {ridge}; 0.03 * rank is a good start.")
 
 
-def _check_order_of_reading(causal: Causal, half_life: float | None, sees_itself: bool) -> None:
-    if half_life is not None and not half_life > 0:
-        raise ValueError(f"half_life must be a positive number of tokens, got {half_life}.")
+def _check_order_of_reading(
+    causal: Causal, half_life: float | Sequence[float] | None, sees_itself: bool
+) -> None:
+    if half_life is not None:
+        lives = half_life if isinstance(half_life, Sequence) else [half_life]
+        if not lives or not all(life > 0 for life in lives):
+            raise ValueError(f"half_life must be positive numbers of tokens, got {half_life}.")
     if half_life is not None and causal is False:
         raise ValueError(
             "causal=False lets all tokens see all, so that none is older than another; drop "

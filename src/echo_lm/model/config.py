@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -38,7 +39,7 @@ class SKAConfig:
     relative_ridge: Literal[False, True, "trace"] = False
     eta: float = 1.5
     lift: int = 0
-    half_life: float | None = None
+    half_life: float | tuple[float, ...] | None = None
     conv_kernel: int = 0
     conv_silu: bool = True
     key_norm: bool = False
@@ -56,9 +57,9 @@ class SKAConfig:
         one_of(self, "key_norm", False, True)
         one_of(self, "sees_itself", False, True)
         one_of(self, "tied_start", False, True)
-        for name in ("ridge", "half_life"):
-            if getattr(self, name) is not None:
-                positive(self, name)
+        if self.ridge is not None:
+            positive(self, "ridge")
+        self._check_half_life()
         if self.lift % 2:
             raise ValueError(f"lift must be 0 or an even width, got {self.lift}.")
         if self.relative_ridge and self.causal == "exact":
@@ -75,6 +76,19 @@ class SKAConfig:
             raise ValueError(
                 f'sees_itself=False needs causal="exact", got {self.causal!r}, in which a token '
                 "sees all of a chunk or nothing."
+            )
+
+    def _check_half_life(self) -> None:
+        """One number, several, or none; JSON has lists."""
+        given: Any = self.half_life
+        if given is None:
+            return
+        lives = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if isinstance(given, list):
+            object.__setattr__(self, "half_life", lives)
+        if not lives or not all(is_number(life) and 0 < life < math.inf for life in lives):
+            raise ValueError(
+                f"half_life must be a positive number or several, got {self.half_life!r}."
             )
 
 
