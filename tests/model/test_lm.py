@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echo_lm.layers import SpectralKoopmanAttention
 from echo_lm.model import EchoConfig, EchoLM
-from echo_lm.model.config import Mamba2Config, Mamba3Config, SKAConfig
+from echo_lm.model.config import DeltaConfig, Mamba2Config, Mamba3Config, SKAConfig
 from echo_lm.ops import debug
 
 from .families import (
@@ -329,10 +329,25 @@ def test_tied_weights_are_one_and_counted_once() -> None:
     assert free.num_parameters() - tied.num_parameters() == 61 * 32
 
 
+def test_embeddings_drop_out_in_training_alone() -> None:
+    torch.manual_seed(0)
+    model = EchoLM(replace(small_config("mamba2-50m"), embedding_dropout=0.25, dim=32))
+    tokens = random_tokens(model, 8, 50)
+
+    def entering() -> Tensor:
+        return model.read(model.embedding(tokens), return_stream=True).stream[0]
+
+    whole = model.embedding(tokens)
+    assert torch.equal(model.eval() and entering(), whole)
+    kept = model.train() and entering()
+    assert (kept == 0).double().mean().item() == pytest.approx(0.25, abs=0.02)
+    torch.testing.assert_close(kept, (kept != 0) * whole / 0.75)
+
+
 def test_every_setting_reaches_its_layer() -> None:
     config = EchoConfig(
         dim=24,
-        mixers=("ska", "mamba2", "mamba3", "attention"),
+        mixers=("ska", "mamba2", "mamba3", "delta", "attention"),
         vocab_size=7,
         heads=3,
         mlp="koopman-gated",
@@ -342,9 +357,10 @@ def test_every_setting_reaches_its_layer() -> None:
         ska=SKAConfig(5, "power", 1, "chunk", 9, 0.2, True, 2.5, 6),
         mamba2=Mamba2Config(state_dim=5, head_dim=6, expand=3, groups=4, conv_kernel=3),
         mamba3=Mamba3Config(6, 8, 3, rank=2, rope_fraction=1.0, gate=False, conv_kernel=5),
+        delta=DeltaConfig(key_dim=4, conv_kernel=2),
     )
     model = EchoLM(config)
-    ska, mamba2, mamba3, attention = model.mixers()
+    ska, mamba2, mamba3, delta, attention = model.mixers()
     assert (ska.heads, ska.rank, ska.filter, ska.order, ska.causal) == (3, 5, "power", 1, "chunk")
     assert (ska.chunk_size, ska.ridge, ska.eta.item()) == (9, 0.2, 2.5)
     assert ska.q_proj.weight.shape == (3 * 6, 24)
@@ -352,6 +368,8 @@ def test_every_setting_reaches_its_layer() -> None:
     assert mamba2.conv.kernel_size == 3
     assert (mamba3.heads, mamba3.head_dim, mamba3.state_dim, mamba3.rank) == (9, 8, 6, 2)
     assert (mamba3.angles, mamba3.gate, mamba3.conv.kernel_size) == (3, False, 5)
+    assert (delta.heads, delta.key_dim, delta.value_dim) == (3, 4, 8)
+    assert (delta.conv.kernel_size, delta.norm.eps) == (2, 1e-3)
     assert (attention.heads, attention.rope_theta) == (3, 77.0)
     for block in model.blocks:
         assert block.mlp.hidden == 10

@@ -101,6 +101,17 @@ def test_the_generators_go_on_too(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), after)
 
 
+def test_dropout_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described_as_pairs(monkeypatch)
+    model = small_model(embedding_dropout=0.3)
+    history = train(model, Pairs(), SHORT)
+    with pytest.raises(KeyboardInterrupt):
+        train(small_model(embedding_dropout=0.3), Interrupted(at=6), SHORT, folder=tmp_path)
+    again = small_model(seed=1, embedding_dropout=0.3)
+    assert told(train(again, Pairs(), SHORT, folder=tmp_path)) == told(history)
+    assert same_weights(again, model)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

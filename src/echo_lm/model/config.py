@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from echo_lm.settings import build, is_number, one_of, positive, whole
+from echo_lm.settings import build, is_number, one_of, positive, share, whole
 
 Mixer = Literal["ska", "mamba2", "mamba3", "delta", "attention", "mamba3+ska"]
 MLP = Literal["koopman", "koopman-gated", "swiglu", "none"]
@@ -163,6 +163,8 @@ class EchoConfig:
     mlp_hidden: int | None = None
     """Hidden width of the feed-forward layer; 8/3 dim rounded up to 64s if None."""
     tie_embeddings: bool = True
+    embedding_dropout: float = 0.0
+    """Share of the embeddings' numbers that are left out at random in training."""
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     ska: SKAConfig = field(default_factory=SKAConfig)
@@ -173,6 +175,7 @@ class EchoConfig:
     def __post_init__(self) -> None:
         whole(self, "dim", "vocab_size", "heads")
         positive(self, "norm_eps", "rope_theta")
+        share(self, "embedding_dropout")
         if not isinstance(self.mixers, list | tuple) or not self.mixers:
             raise ValueError(
                 f"mixers must list the sequence layer of at least one block, got {self.mixers!r}."

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -187,6 +188,7 @@ class EchoLM(nn.Module):
         """Run the blocks on tokens that are embedded already; the rest is as in `forward`."""
         if state is not None:
             self._check_state(state, len(x))
+        x = F.dropout(x, self.config.embedding_dropout, self.training)
         rows = None if attention_mask is None else Alignment.of(attention_mask)
         lengths = None
         if rows is not None:

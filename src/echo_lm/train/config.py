@@ -33,8 +33,8 @@ class TrainConfig:
     weight_decay: float = 0.01
     """Of matrices; norms, biases and spectral parameters have none."""
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
-    """The largest gradient norm of a step; longer gradients are shortened to it."""
+    clip: float | None = 1.0
+    """The largest gradient norm of a step; longer gradients are shortened to it. None: any."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Weights are fp32; "bf16" is autocast over them. "auto": bf16 on a GPU, fp32 on a CPU."""
     compile: bool = False
@@ -61,7 +61,9 @@ class TrainConfig:
         whole(self, "steps", "batch", "accumulate", "evaluate_every", "evaluate_rows")
         whole(self, "read_every", "checkpoint_every")
         whole(self, "warmup", "seed", least=0)
-        positive(self, "lr", "clip")
+        positive(self, "lr")
+        if self.clip is not None:
+            positive(self, "clip")
         share(self, "floor", "cooldown")
         one_of(self, "schedule", "cosine", "wsd")
         one_of(self, "precision", "auto", "fp32", "bf16")

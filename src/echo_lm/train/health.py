@@ -25,7 +25,10 @@ def ska_health(model: EchoLM, tokens: Tensor, mask: Tensor | None = None) -> dic
     layers = {i: Layer.of(names[id(m)], m) for i, m in enumerate(model.mixers()) if _recalls(m)}
     if not layers:
         return {}
+    was_training = model.training
+    model.eval()
     state = model(tokens, return_state=True, statistics_mask=mask, logits_to_keep=0).state
+    model.train(was_training)
     return {layer.name: layer.health(state.layers[i]) for i, layer in layers.items()}
 
 

@@ -7,6 +7,7 @@ strategy, or with more or fewer processes.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -57,9 +58,11 @@ class Alone:
         """Summed over the processes."""
         return value
 
-    def clip(self, model: nn.Module, most: float) -> Tensor:
-        """Shorten the gradient to `most`; returns how long it was."""
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    def clip(self, model: nn.Module, most: float | None) -> Tensor:
+        """Shorten the gradient to `most`, if there is one; returns how long it was."""
+        return torch.nn.utils.clip_grad_norm_(
+            model.parameters(), math.inf if most is None else most
+        )
 
     def agree(self, wish: bool, *, now: bool) -> bool:
         """Whether a process wishes so; several of them ask each other only `now`."""
@@ -169,7 +172,7 @@ class FSDP2(DDP):
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
-    def clip(self, model: nn.Module, most: float) -> Tensor:
+    def clip(self, model: nn.Module, most: float | None) -> Tensor:
         return whole_tensor(super().clip(model, most))
 
     @contextmanager
