@@ -255,6 +255,58 @@ def generate(
     )
 
 
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[Path, tyro.conf.Positional],
+    tasks: tuple[str, ...],
+    data: Path | None = None,
+    tokenizer: Path | None = None,
+    separator: str = "<|endoftext|>",
+    shots: int | None = None,
+    limit: int | None = None,
+    lengths: tuple[str, ...] = (),
+    max_length: int = 2048,
+    batch: int = 8,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: str = "auto",
+    out: Path | None = None,
+) -> None:
+    """Score a model with lm-evaluation-harness: a table, and a JSON file with --out.
+
+    Any task of lm-eval by its name, such as hellaswag, piqa, arc_easy, arc_challenge, winogrande,
+    lambada_openai, wikitext, niah_single_1 (RULER) or babilong_qa1. With --data the first seven are
+    read from files whose names begin with theirs, such as piqa.jsonl or wikitext_raw.txt, also with
+    .xz or .gz.
+
+    Args:
+        checkpoint: The folder of a model.
+        tasks: What to score it on.
+        data: A folder of files; without it lm-eval fetches what it needs.
+        tokenizer: The tokenizer.json of the model; it may also lie beside it.
+        separator: The token that stands before a text.
+        shots: Solved examples before each question; as the task says if not given.
+        limit: Only so many questions of each task.
+        lengths: For tasks that come in several, such as 4096 8192 (RULER) or 4k (BABILong).
+        max_length: Longer texts are read in windows of so many tokens.
+        batch: Questions at a time.
+        dtype: Of the weights; that of the file if auto.
+        device: Where to run, such as cuda or cpu; a GPU if there is one.
+        out: A JSON file for the record.
+    """
+    from echo_lm.evaluate.harness import Conditions, run
+
+    run(
+        checkpoint,
+        tasks,
+        data=data,
+        tokenizer=tokenizer,
+        separator=separator,
+        conditions=Conditions(shots, limit, lengths, max_length, batch, dtype),
+        device=device,
+        out=out,
+    )
+
+
 data = tyro.extras.SubcommandApp()
 app.command(data, name="data", help="Text into tokens to train on: prepare, train-tokenizer.")
 
