@@ -101,14 +101,19 @@ def score(
             coder.save_pretrained(folder)
             wanted = {"tokenizer": folder, **spelled(how.lengths)}
             manager = need("lm_eval.tasks", "eval").TaskManager(metadata=wanted)
-        return harness.simple_evaluate(
-            model=model,
-            tasks=chosen,
-            task_manager=manager,
-            num_fewshot=how.shots,
-            limit=how.limit,
-            log_samples=False,
-        )
+        try:
+            return harness.simple_evaluate(
+                model=model,
+                tasks=chosen,
+                task_manager=manager,
+                num_fewshot=how.shots,
+                limit=how.limit,
+                log_samples=False,
+            )
+        except ConnectionError as error:
+            raise ValueError(
+                f"lm-eval could not fetch its questions: {error}; with --data they come from files."
+            ) from None
 
 
 @cache
