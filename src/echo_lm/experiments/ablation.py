@@ -21,7 +21,14 @@ from echo_lm.experiments.base import (
     percent,
     select,
 )
-from echo_lm.experiments.training import first_step, fit, found_at, read_over, steps_needed
+from echo_lm.experiments.training import (
+    first_step,
+    fit,
+    found_at,
+    preset,
+    read_over,
+    steps_needed,
+)
 from echo_lm.model.config import EchoConfig, Mamba2Config, SKAConfig
 from echo_lm.plots import COLOURS, band, figure, line
 from echo_lm.tasks import Family, find
@@ -33,7 +40,8 @@ Named = Mapping[str, Any]
 name, with which it is read besides."""
 
 MODELS = {
-    "synthetic-ska": EchoConfig.preset("synthetic-ska"),
+    "synthetic-ska": preset("synthetic-ska"),
+    "synthetic-ska, tied start": preset("synthetic-ska", tied_start=True),
     "a Mamba-2 and an SKA block of width 64": EchoConfig(
         dim=64,
         mixers=("mamba2", "ska"),
@@ -60,6 +68,10 @@ class Ablation(Experiment):
     source = "ours"
     setting: ClassVar[str]
     """What the variants differ in, as a table's header has it."""
+    models: ClassVar[Mapping[Scale, str]] = {
+        "smoke": "a Mamba-2 and an SKA block of width 64",
+        "full": "synthetic-ska, tied start",
+    }
 
     @abstractmethod
     def variants(self, scale: Scale) -> Mapping[str, Changes]:
@@ -73,9 +85,8 @@ class Ablation(Experiment):
 
     def protocol(self, scale: Scale) -> dict[str, Any]:
         full = scale == "full"
-        small = list(MODELS)[1]
         return {
-            "model": "synthetic-ska" if full else small,
+            "model": self.models[scale],
             "steps": 2000 if full else 300,
             "batch": 16,
             "lr": 2e-3,
@@ -146,11 +157,13 @@ class Ablation(Experiment):
 
     def draw(self, done: Sequence[Finished], path: Path) -> None:
         panels = self.panels(done)
-        with figure(path, columns=len(panels), size=(3.7, 3.2)) as axes:
-            for ax, (title, by_variant) in zip(axes[0], panels.items(), strict=True):
+        with figure(path, columns=len(panels) + 1, size=(3.2, 2.8)) as axes:
+            for ax, (title, by_variant) in zip(axes[0], panels.items(), strict=False):
                 draw_learning(by_variant, ax)
                 ax.set_title(title)
-            axes[0, -1].legend(fontsize=6, loc="best")
+            handles, labels = axes[0, 0].get_legend_handles_labels()
+            axes[0, -1].legend(handles, labels, fontsize=7, loc="center left")
+            axes[0, -1].axis("off")
 
     def panels(self, done: Sequence[Finished]) -> dict[str, dict[str, list[Finished]]]:
         """What each part of the figure shows: variants by title."""

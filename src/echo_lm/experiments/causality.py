@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from echo_lm.experiments.ablation import ORDER_1, Ablation, Changes, Named, mqar
 from echo_lm.experiments.base import Scale
@@ -18,6 +19,7 @@ class Causality(Ablation):
     name = "causality"
     title = "Exact causality against chunks of several sizes"
     setting = "causality"
+    models: ClassVar[Mapping[Scale, str]] = {**Ablation.models, "full": "synthetic-ska"}
 
     def tasks(self, scale: Scale) -> Mapping[str, Named]:
         if scale == "full":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from echo_lm.experiments.ablation import Ablation, Changes
 from echo_lm.experiments.base import Scale
@@ -14,6 +15,7 @@ class Filters(Ablation):
     name = "filters"
     title = "Filter orders 0 to 4, and banks that learn their weights"
     setting = "filter"
+    models: ClassVar[Mapping[Scale, str]] = {**Ablation.models, "full": "synthetic-ska"}
 
     def variants(self, scale: Scale) -> Mapping[str, Changes]:
         powers: dict[str, Changes] = {
@@ -24,4 +26,11 @@ class Filters(Ablation):
         }
         # The paper's causality, whose chunks can be no longer than what is read.
         chunked = {"causal": "chunk", "chunk_size": 64 if scale == "full" else 16}
-        return {name: {**how, **chunked} for name, how in {**powers, **banks}.items()}
+        starts: dict[str, Changes] = {"": {}}
+        if scale == "full":
+            starts[", tied start"] = {"tied_start": True}
+        return {
+            f"{name}{start}": {**how, **chunked, **first}
+            for start, first in starts.items()
+            for name, how in {**powers, **banks}.items()
+        }

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from echo_lm.experiments.ablation import MODELS, ORDER_1, mqar, task_of
+from echo_lm.experiments.ablation import MODELS, ORDER_1, Ablation, mqar, task_of
 from echo_lm.experiments.base import (
     Experiment,
     Finished,
@@ -54,7 +54,7 @@ class Recurrent(Experiment):
         full = scale == "full"
         _, task = mqar(8, 128) if full else mqar(4, 32)
         return {
-            "model": list(MODELS)[0 if full else 1],
+            "model": Ablation.models[scale],
             "filter": {"filter": "bank", "order": 2} if full else ORDER_1,
             "chunk_size": 64 if full else 16,
             "task": task,
