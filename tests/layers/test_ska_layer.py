@@ -316,6 +316,15 @@ def test_a_token_does_not_see_itself_if_so_told() -> None:
         assert not torch.equal(layer(x)[0][:, 1:], y[:, 1:])
 
 
+def test_not_to_see_oneself_is_to_read_in_chunks_of_one() -> None:
+    """Which solves for every token anew."""
+    exact = make("late")
+    chunk = SpectralKoopmanAttention(DIM, heads=HEADS, rank=RANK, causal="chunk", chunk_size=1)
+    chunk.double().load_state_dict(exact.state_dict())
+    x, mask = random64(2, 17, DIM), torch.rand(2, 17) < 0.8
+    close(exact(x, mask=mask)[0], chunk(x, mask=mask)[0])
+
+
 def test_normed_keys_are_equally_loud() -> None:
     layer = SpectralKoopmanAttention(DIM, heads=HEADS, rank=RANK, key_norm=True)
     tokens = torch.tensor([[[0.1], [1.0], [50.0]]]) * torch.randn(1, 3, DIM)

@@ -75,7 +75,7 @@ class SpectralKoopmanAttention(nn.Module):
         conv_silu: Whether the convolution ends in SiLU.
         key_norm: Scale every key and query to length sqrt(rank): none is louder than another.
         sees_itself: Whether a token's own key and value are in the memory that it asks. If not,
-            they enter it with the next token.
+            they enter it with the next token, as with chunks of one.
         tied_start: Start queries from the weights of the keys, so that a token finds its like
             before anything is learned.
     """
