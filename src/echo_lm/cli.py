@@ -140,6 +140,7 @@ def reproduce(
     out: Path = Path("results"),
     device: str = "auto",
     share: str = "1/1",
+    list: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Run an experiment of the paper, or one of ours: records, a table, a figure.
 
@@ -152,10 +153,11 @@ def reproduce(
         out: The folder for OUT/NAME/SCALE.
         device: Where to run, such as cuda or cpu; a GPU if there is one.
         share: Only a part, such as 2/4 for the second of four processes.
+        list: Only list the experiments.
     """
     from echo_lm.experiments.command import list_experiments, run
 
-    if name is None:
+    if name is None or list:
         list_experiments()
     else:
         run(name, scale=scale, seeds=seeds, out=out, device=device, share=share)
