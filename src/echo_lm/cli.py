@@ -309,6 +309,48 @@ def evaluate(
     )
 
 
+@app.command
+def needle(
+    checkpoint: Annotated[Path, tyro.conf.Positional],
+    text: tuple[Path, ...],
+    tokenizer: Path | None = None,
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    depths: int = 11,
+    rows: int = 8,
+    seed: int = 0,
+    device: str = "auto",
+    out: Path = Path("needle"),
+) -> None:
+    """Hide a number in prose at every depth and length, and ask for it at the end.
+
+    A table is shown, a heat map and a JSON file written.
+
+    Args:
+        checkpoint: The folder of a model.
+        text: Files of prose, also .jsonl with a text in each line, and with .xz or .gz.
+        tokenizer: The tokenizer.json of the model; it may also lie beside it.
+        lengths: How many tokens to read.
+        depths: How many depths, from the beginning to the end.
+        rows: How many numbers at each.
+        seed: Of the numbers and of what surrounds them.
+        device: Where to run, such as cuda or cpu; a GPU if there is one.
+        out: The folder for what is written.
+    """
+    from echo_lm.evaluate.prose import run
+
+    run(
+        checkpoint,
+        text,
+        tokenizer=tokenizer,
+        lengths=lengths,
+        depths=depths,
+        rows=rows,
+        seed=seed,
+        out=out,
+        device=device,
+    )
+
+
 data = tyro.extras.SubcommandApp()
 app.command(data, name="data", help="Text into tokens to train on: prepare, train-tokenizer.")
 
