@@ -371,8 +371,8 @@ def draw_answers(done: Sequence[Finished], kind: str, ax: Any) -> None:
         place = ("answers", rebuilt, j, KINDS.index(kind))
         draw_lines(done, place, ax, hollow=bool(rebuilt))
     ax.set(
-        ylabel="relative error of the answers",
-        title=f"{kind}, λ = {SHOWN_RIDGE:g} (hollow: X never rebuilt)",
+        ylabel=f"error of the answers, λ = {SHOWN_RIDGE:g} (cut at {HOPELESS:g})",
+        title=f"{kind} (hollow: X never rebuilt)",
     )
 
 
