@@ -34,6 +34,14 @@ def test_left_padded_rows_are_as_each_row_alone(name: str, tmp_path: Path) -> No
         assert torch.equal(got[row, 11:], wanted)
 
 
+def test_padding_may_lie_between_turns(tmp_path: Path) -> None:
+    ours, theirs = both("echo-50m", tmp_path)
+    mask = torch.cat([left_padded([2, 5]), left_padded([4, 3])], 1)
+    tokens = random_tokens(ours, 2, 9) * mask
+    got = theirs.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, ours.generate(tokens, attention_mask=mask, max_new_tokens=6))
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_beams_are_those_of_reading_everything_anew(name: str, tmp_path: Path) -> None:
     ours, theirs = both(name, tmp_path)

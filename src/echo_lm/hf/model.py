@@ -96,10 +96,10 @@ class EchoForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds, and not both.")
-        _check_positions(position_ids)
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         mask = _mask_of(attention_mask, x.shape[1], 0 if cache is None else cache.places)
+        _check_positions(position_ids, mask)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         reading = self.lm.read(
@@ -206,12 +206,15 @@ def _mask_of(
     return attention_mask[:, -tokens:]
 
 
-def _check_positions(position_ids: Int[Tensor, "b t"] | None) -> None:
+def _check_positions(
+    position_ids: Int[Tensor, "#b t"] | None, mask: Int[Tensor, "b t"] | None
+) -> None:
     """Packed rows begin anew in the middle, which would leak from one text into the next."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return
-    starts = (position_ids[..., 1:] == 0) & (position_ids[..., :-1] > 0)
-    if bool(starts.any()):
+    real = torch.ones_like(position_ids) if mask is None else mask
+    reached = (position_ids * real).cummax(-1).values
+    if bool(((position_ids == 0) & (real != 0) & (reached > 0)).any()):
         raise ValueError(
             "position_ids begin anew within a row: packed texts would remember each other; give "
             "each a row of its own, and an attention_mask."
