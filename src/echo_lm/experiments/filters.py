@@ -10,7 +10,8 @@ from echo_lm.experiments.base import Scale
 
 
 class Filters(Ablation):
-    """One power of the operator for all heads, or a learned weight for every power."""
+    """One power of the operator for all heads, or a learned weight for every power; with queries
+    that start at random, and as the keys do."""
 
     name = "filters"
     title = "Filter orders 0 to 4, and banks that learn their weights"
@@ -26,9 +27,7 @@ class Filters(Ablation):
         }
         # The paper's causality, whose chunks can be no longer than what is read.
         chunked = {"causal": "chunk", "chunk_size": 64 if scale == "full" else 16}
-        starts: dict[str, Changes] = {"": {}}
-        if scale == "full":
-            starts[", tied start"] = {"tied_start": True}
+        starts: dict[str, Changes] = {"": {}, ", tied start": {"tied_start": True}}
         return {
             f"{name}{start}": {**how, **chunked, **first}
             for start, first in starts.items()

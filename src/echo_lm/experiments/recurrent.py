@@ -55,7 +55,7 @@ class Recurrent(Experiment):
         _, task = mqar(8, 128) if full else mqar(4, 32)
         return {
             "model": Ablation.models[scale],
-            "filter": {"filter": "bank", "order": 2} if full else ORDER_1,
+            "filter": {} if full else {**ORDER_1, "tied_start": True},
             "chunk_size": 64 if full else 16,
             "task": task,
             "steps": 2000 if full else 250,
