@@ -69,9 +69,11 @@ def test_transfer_puts_a_number_beside_the_papers_of_the_same_model_and_length()
     done = [cell("SSM", 0.25), cell("SSM+SKA (paper)", 0.5), cell("SSM+SKA (ours)", 0.75)]
     table = transfer.table_of_curves(done, "NIAH")
     assert list(table.header[2:]) == [
-        *("SSM", "paper's", "SSM+SKA (paper)", "paper's", "SSM+SKA (ours)")
+        *("SSM", "paper's", "SSM+Attn", "paper's", "SSM+SKA (paper)", "paper's", "SSM+SKA (ours)")
     ]
-    assert list(table.rows[0]) == ["4", "1,024", "25.0", "47.0", "50.0", "81.0", "75.0"]
+    assert list(table.rows[0]) == [
+        *("4", "1,024", "25.0", "47.0", "–", "75.5", "50.0", "81.0", "75.0")
+    ]
 
 
 def test_length(tmp_path: Path) -> None:
@@ -90,7 +92,8 @@ def test_length(tmp_path: Path) -> None:
 def test_length_has_the_papers_numbers_beside_one_needle_only() -> None:
     readings = [{"needles": n, "length": 2048, "accuracy": 0.5} for n in (1, 4)]
     done = [Finished({"model": "SSM+Attn", "read": "near"}, 0, {"readings": readings})]
-    assert list(length.table_of(done, 1).rows) == [["2,048", "50.0", "42.5"]]
+    row = ["2,048", "–", "2.0", "50.0", "42.5", "–", "81.2"]
+    assert list(length.table_of(done, 1).rows) == [row]
     assert list(length.table_of(done, 4).rows) == [["2,048", "50.0"]]
 
 

@@ -159,8 +159,12 @@ def reads(cell: Finished, length: int) -> bool:
 
 
 def table_of(done: Sequence[Finished], needles: int) -> Table:
-    """Measured, and the paper's beside it where it has one needle."""
-    kept = distinct(done, "model")
+    """Measured, and the paper's beside it where it has one needle, whether or not ours has run."""
+    kept = [
+        model
+        for model in MODELS
+        if select(done, model=model) or (needles == 1 and model in PAPER_MODELS)
+    ]
     header = ["tokens"]
     for model in kept:
         header += [model, "paper's"] if needles == 1 and model in PAPER_MODELS else [model]
@@ -180,7 +184,7 @@ def table_of(done: Sequence[Finished], needles: int) -> Table:
 
 def draw_needles(done: Sequence[Finished], needles: int, ax: Any) -> None:
     """Measured in full colour; the paper's, of one needle, faint behind it."""
-    for i, model in enumerate(distinct(done, "model")):
+    for i, model in enumerate(MODELS):
         look = line(i, model)
         for read in distinct(select(done, model=model), "read"):
             cells = select(done, model=model, read=read)

@@ -217,11 +217,16 @@ def mean_of(tasks: Sequence[str]) -> Any:
     return lambda numbers: mean(found_at(task=task)(numbers) for task in tasks)
 
 
+def shown(done: Sequence[Finished]) -> list[str]:
+    """Models that have run, and those of the paper in any case."""
+    return [model for model in MODELS if select(done, model=model) or model in PAPER_MODELS]
+
+
 def columns(done: Sequence[Finished]) -> list[str]:
     """A column for each model, and one beside it for what the paper says of it."""
     return [
         column
-        for model in distinct(done, "model")
+        for model in shown(done)
         for column in ([model, "paper's"] if model in PAPER_MODELS else [model])
     ]
 
@@ -231,7 +236,7 @@ def entries(
 ) -> list[str]:
     """A row under these columns, in percent; `said` is what the paper says, `unit` its 100%."""
     row = []
-    for model in distinct(done, "model"):
+    for model in shown(done):
         row.append(over_seeds(select(done, model=model), value, percent))
         if model in PAPER_MODELS:
             row.append("–" if said is None else percent(said[PAPER_MODELS[model]] / unit))
@@ -276,10 +281,11 @@ def draw_curves(done: Sequence[Finished], task: str, pairs: int, ax: Any) -> Non
         for point in done[0].numbers["readings"]
         if point["task"] == task and point["pairs"] == pairs
     ]
-    for i, model in enumerate(distinct(done, "model")):
+    for i, model in enumerate(shown(done)):
         values = [found_at(task=task, pairs=pairs, length=length) for length in lengths]
-        curves = [[value(c.numbers) for value in values] for c in select(done, model=model)]
-        band(ax, lengths, curves, **line(i, model))
+        if cells := select(done, model=model):
+            curves = [[value(cell.numbers) for value in values] for cell in cells]
+            band(ax, lengths, curves, **line(i, model))
         if model in PAPER_MODELS:
             said = PAPER_CURVES[task][pairs][PAPER_MODELS[model]]
             faint = line(i) | {"alpha": 0.35, "marker": "", "label": None}
