@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from echo_lm import speak
+from echo_lm.data.tokenise import tokenizer_of
 from echo_lm.model import EchoLM, EchoState
 
 from .model.families import small_config, wake
@@ -39,6 +40,10 @@ def save(place: Path, seed: int) -> None:
     wake(EchoLM(replace(small_config("echo-50m"), vocab_size=257))).save_pretrained(place)
 
 
+def coder_of(folder: Path) -> speak.Coder:
+    return speak.Coder(tokenizer_of(folder, None, 257), END)
+
+
 def say(folder: Path, prompt: str, state: Path | None = None, **settings: Any) -> str:
     how = dict(tokenizer=None, separator=END, state=state, seed=0, device="cpu", temperature=0.0)
     how |= dict(options={"max_new_tokens": 12}, out=io.StringIO())
@@ -50,7 +55,7 @@ def say(folder: Path, prompt: str, state: Path | None = None, **settings: Any) -
 def written(folder: Path, text: str, new: int = 12) -> tuple[list[int], str]:
     """Greedily, by the model itself."""
     model = EchoLM.from_pretrained(folder)
-    coder = speak.Coder(folder / "tokenizer.json", END, 257)
+    coder = coder_of(folder)
     ids = coder.encode(text, new=True)
     tokens = model.generate(torch.tensor([ids]), max_new_tokens=new)[0, len(ids) :].tolist()
     return tokens, coder.tokenizer.decode(tokens)
@@ -69,7 +74,7 @@ def test_what_is_written_follows_the_prompt(folder: Path) -> None:
 
 
 def test_a_character_comes_when_it_is_whole(folder: Path) -> None:
-    coder = speak.Coder(folder / "tokenizer.json", END, 257)
+    coder = coder_of(folder)
     text = "a\u00e9\u4e16\U0001f600!"
     ids = coder.encode(text, new=False)
     assert len(ids) == 11
@@ -90,7 +95,7 @@ def test_a_conversation_goes_on(
     kept = EchoState.load(memory)
     say(folder, " there was", memory)
     model = EchoLM.from_pretrained(folder)
-    coder = speak.Coder(folder / "tokenizer.json", END, 257)
+    coder = coder_of(folder)
     tokens = coder.encode("Once upon a time", new=True) + written(folder, "Once upon a time")[0]
     tokens += coder.encode(" there was", new=False)
     wanted = model.generate(torch.tensor([tokens]), max_new_tokens=12)
@@ -108,7 +113,7 @@ def test_the_separator_ends_a_text_and_is_not_remembered(folder: Path) -> None:
     mute = EchoLM(replace(small_config("echo-50m"), vocab_size=257, tie_embeddings=False))
     torch.nn.init.zeros_(mute.head.weight)
     mute.save_pretrained(folder)
-    first = speak.Coder(folder / "tokenizer.json", END, 257).tokenizer.id_to_token(0)
+    first = coder_of(folder).tokenizer.id_to_token(0)
     assert say(folder, "Hello", folder / "memory", separator=first) == "Hello\n"
     assert EchoState.load(folder / "memory").count.tolist() == [6]
     assert say(folder, "Hello", folder / "other") == "Hello" + 12 * first + "\n"
@@ -140,7 +145,7 @@ def test_a_file_that_cannot_be_written_costs_no_memory(folder: Path) -> None:
     [
         ("a", {"temperature": -1.0}, r"temperature must be 0 or more, got -1\.0\."),
         ("", {"separator": "none"}, r"nothing to go on from: give a prompt\."),
-        ("a", {"tokenizer": Path("nowhere")}, r"There is no tokenizer nowhere;"),
+        ("a", {"tokenizer": Path("nowhere")}, r"There is no tokenizer at nowhere\."),
         ("a", {"state": Path("nowhere/state")}, r"There is no folder nowhere to keep a state in"),
         ("a", {"options": {"top_k": 0}}, r"top_k must be at least 1, got 0\."),
     ],
@@ -162,7 +167,7 @@ def test_several_memories_in_a_file_are_refused(folder: Path) -> None:
 
 def test_the_tokenizer_of_another_model_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="has 257 tokens, this model 100"):
-        speak.Coder(folder / "tokenizer.json", END, 100)
+        tokenizer_of(folder, None, 100)
 
 
 def test_the_command(folder: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from echo_lm.data.tokenise import load_tokenizer
+from echo_lm.data.tokenise import tokenizer_of
 from echo_lm.extras import need
 from echo_lm.model.generate import GenerationOptions, read
 from echo_lm.model.lm import EchoLM
@@ -20,7 +20,6 @@ from echo_lm.model.pretrained import WEIGHTS_FILE
 from echo_lm.model.state import EchoState
 from echo_lm.ops.backends import pick_device
 
-TOKENIZER_FILE = "tokenizer.json"
 AT_ONCE = 4096
 """Tokens of a prompt that are read at once, so that a long one takes no more memory."""
 
@@ -43,7 +42,7 @@ def run(
         raise ValueError(f"temperature must be 0 or more, got {temperature}.")
     out = sys.stdout if out is None else out
     model = EchoLM.from_pretrained(checkpoint, device=pick_device(device)).eval()
-    coder = Coder(tokenizer or checkpoint / TOKENIZER_FILE, separator, model.config.vocab_size)
+    coder = Coder(tokenizer_of(checkpoint, tokenizer, model.config.vocab_size), separator)
     digest, memory = "", None
     if state is not None:
         digest = digest_of(checkpoint / WEIGHTS_FILE)
@@ -68,16 +67,10 @@ def run(
 class Coder:
     """Text to tokens and back."""
 
-    def __init__(self, path: Path, separator: str, vocab_size: int) -> None:
-        self.tokenizer = load_tokenizer(path)
-        self.stop: int | None = self.tokenizer.token_to_id(separator)
+    def __init__(self, tokenizer: Any, separator: str) -> None:
+        self.tokenizer = tokenizer
+        self.stop: int | None = tokenizer.token_to_id(separator)
         """What stands before every text, and so behind its end."""
-        size = self.tokenizer.get_vocab_size()
-        if size > vocab_size:
-            raise ValueError(
-                f"{path} has {size:,} tokens, this model {vocab_size:,}: it is the tokenizer of "
-                "another model."
-            )
 
     def encode(self, text: str, new: bool) -> list[int]:
         """A new text begins behind the separator, as in training."""

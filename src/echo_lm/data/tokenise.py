@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int, UInt
 from numpy import ndarray
 
 from echo_lm.data.inputs import Fields, Piece
+from echo_lm.data.manifest import TOKENIZER_FILE
 from echo_lm.extras import need
 
 
@@ -37,6 +38,19 @@ def load_tokenizer(path: Path) -> Any:
     tokenizer.no_padding()
     # A text that spells a special token is about it, and ends nothing.
     tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def tokenizer_of(checkpoint: Path, given: Path | None, vocab_size: int) -> Any:
+    """That of a model: the one given, or the one beside its weights."""
+    path = given or checkpoint / TOKENIZER_FILE
+    tokenizer = load_tokenizer(path)
+    size = tokenizer.get_vocab_size()
+    if size > vocab_size:
+        raise ValueError(
+            f"{path} has {size:,} tokens, this model {vocab_size:,}: it is the tokenizer of "
+            "another model."
+        )
     return tokenizer
 
 

@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from echo_lm.data.manifest import TOKENIZER_FILE
 from echo_lm.evaluate.local import local_tasks
 from echo_lm.extras import need
 from echo_lm.ops.backends import pick_device
 from echo_lm.results import circumstances, write_json
 
-TOKENIZER_FILE = "tokenizer.json"
 NOT_ASKED = -1
 """What a task of several lengths says of those it was not asked for."""
 

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from echo_lm.data.tokenise import load_tokenizer
+from echo_lm.data.tokenise import tokenizer_of
 from echo_lm.evaluate.local import read_rows, read_text
 from echo_lm.evaluate.recall import Recall, recall
 from echo_lm.model.lm import EchoLM
@@ -24,7 +24,6 @@ from echo_lm.plots import figure
 from echo_lm.results import circumstances, write_json
 from echo_lm.tasks.base import Batch, Split
 
-TOKENIZER_FILE = "tokenizer.json"
 RECORD = "needle.json"
 FIGURE = "needle.png"
 AT_ONCE = 1 << 18
@@ -155,12 +154,7 @@ def run(
     console = console or Console()
     taken = circumstances()
     model = EchoLM.from_pretrained(checkpoint, device=pick_device(device))
-    coder = load_tokenizer(tokenizer or checkpoint / TOKENIZER_FILE)
-    if coder.get_vocab_size() > model.config.vocab_size:
-        raise ValueError(
-            f"The tokenizer has {coder.get_vocab_size():,} tokens, this model "
-            f"{model.config.vocab_size:,}: it is that of another model."
-        )
+    coder = tokenizer_of(checkpoint, tokenizer, model.config.vocab_size)
     prose = Prose.of(text, coder)
     places = [i / (depths - 1) for i in range(depths)]
     cells = {
