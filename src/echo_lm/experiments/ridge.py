@@ -15,7 +15,7 @@ class Ridge(Ablation):
     """
 
     name = "ridge"
-    title = "Absolute, relative and trace ridges, at two ranks"
+    title = "Absolute, relative and trace ridges"
     setting = "ridge"
 
     def variants(self, scale: Scale) -> Mapping[str, Changes]:
