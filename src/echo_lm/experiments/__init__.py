@@ -25,6 +25,7 @@ from echo_lm.experiments.rank import Rank
 from echo_lm.experiments.recurrent import Recurrent
 from echo_lm.experiments.ridge import Ridge
 from echo_lm.experiments.transfer import Transfer
+from echo_lm.experiments.zoology import ZoologyMQAR
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -50,6 +51,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Forgetting(),
         Recurrent(),
         LongConditioning(),
+        ZoologyMQAR(),
     )
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -112,10 +114,16 @@ def protocol_1(size: Size) -> Repeated:
     return Repeated(Zoology(size.pairs, size.length, "zero"), size.examples)
 
 
+def mixed(sizes: Sequence[Size], filler: Filler = "random") -> Mixture:
+    """Sizes trained on together, their examples coming back every epoch."""
+    parts = [Repeated(Zoology(s.pairs, s.length, filler), s.examples) for s in sizes]
+    turn = math.gcd(*(s.examples for s in sizes))
+    return Mixture(tuple(parts), tuple(s.examples // turn for s in sizes))
+
+
 def protocol_2(filler: Filler = "random") -> Mixture:
-    """The training set of protocol 2, its examples coming back every epoch."""
-    parts = [Repeated(Zoology(s.pairs, s.length, filler), s.examples) for s in PROTOCOL_2]
-    return Mixture(tuple(parts), tuple(s.examples // 20_000 for s in PROTOCOL_2))
+    """The training set of protocol 2."""
+    return mixed(PROTOCOL_2, filler)
 
 
 def protocol_2_tests(filler: Filler = "random") -> list[Zoology]:
