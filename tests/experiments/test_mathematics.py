@@ -94,7 +94,7 @@ def test_every_memory_keeps_orthonormal_keys() -> None:
 def test_the_delta_rule_replaces_what_a_key_held() -> None:
     k = torch.nn.functional.normalize(torch.randn(1, 1, 5), dim=-1).expand(1, 2, 5)
     v = torch.randn(1, 2, 3)
-    assert_close(capacity.delta_rule(k, v, 1.0)[:, 0], v[:, 1])
+    assert_close(capacity.delta_net(k, v, 1.0)[:, 0], v[:, 1])
     assert_close(capacity.linear_attention(k, v, 1.0)[:, 0], v.sum(1))
 
 
