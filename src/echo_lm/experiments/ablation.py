@@ -239,9 +239,9 @@ def draw_learning(by_variant: Mapping[str, Sequence[Finished]], ax: Any) -> None
 
 
 def look(i: int, label: str) -> dict[str, Any]:
-    """Of more lines than there are colours: hollow the second time round, smaller the third."""
-    again = i // len(COLOURS)
-    return line(i, label) | ({"markerfacecolor": "white", "markersize": 6 - again} if again else {})
+    """Of more lines than there are colours: hollow the second time round, dark within the third."""
+    within = (None, "white", "black")[min(i // len(COLOURS), 2)]
+    return line(i, label) | ({"markerfacecolor": within} if within else {})
 
 
 def steps_of(cell: Finished) -> list[int]:
