@@ -12,6 +12,7 @@ from rich.console import Console
 from echo_lm.experiments import appendix, length, mqar, transfer
 from echo_lm.experiments.base import Experiment, Finished, Scale, Settings
 from echo_lm.experiments.runner import reproduce
+from echo_lm.tasks import find
 
 ONE_STEP = {
     "steps": 1,
@@ -127,6 +128,14 @@ def test_mamba3_on_the_appendix_tasks(tmp_path: Path) -> None:
     assert row.endswith("| 100 | 500 |")
     told = {r["settings"]["model"]: r["numbers"]["training"]["gradient norm"] for r in records}
     assert told["+ CG + SKA, η = 1.5"] != told["+ CG + SKA, η = 1.5, no mask"]
+
+
+def test_guessing_is_chance_for_results_and_more_for_small_counts() -> None:
+    calls, economy = (
+        appendix.guessing(find(n), 400, 0) for n in ("tool-calling", "resource-economy")
+    )
+    assert 0.09 < calls < 0.17  # the best of ten equally likely digits, in 400 draws
+    assert economy > 0.4
 
 
 @pytest.mark.parametrize(

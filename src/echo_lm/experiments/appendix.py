@@ -22,7 +22,7 @@ from echo_lm.experiments.base import (
 from echo_lm.experiments.training import fit, read_over, steps_needed
 from echo_lm.model.config import EchoConfig, SKAConfig
 from echo_lm.plots import band, figure, line
-from echo_lm.tasks import find
+from echo_lm.tasks import Family, find
 from echo_lm.tasks.text import Tier
 
 GOOD = 0.99
@@ -100,16 +100,18 @@ class Mamba3Experiment(Experiment):
         config = variant.config(self.size)
         fitted = fit(config, task, protocol, seed, bench, facts_only=variant.masked)
         readings = read_over(fitted, [({}, task)], rows=protocol["rows"], seed=seed)
-        return {**fitted.numbers(), "reading": readings[0]}
+        guessed = guessing(task, protocol["rows"], seed)
+        return {**fitted.numbers(), "reading": readings[0], "guessing": guessed}
 
     def tables(self, done: Sequence[Finished]) -> list[Table]:
         return [self.table_of(select(done, tier=tier)) for tier in distinct(done, "tier")]
 
     def remarks(self, done: Sequence[Finished]) -> list[str]:
         said = [
-            "An answer has two digits, the second one asked for with the first one given; chance "
-            "is 10%. The masked variants keep in SKA's memory only what the task marks as facts, "
-            "more than a reader of the text could always know; the others read everything."
+            "An answer has two digits, the second one asked for with the first one given. Guessing "
+            "is to say the most common digit of each place, which is far more than 10% where "
+            "numbers are small. The masked variants keep in SKA's memory only what the task marks "
+            "as facts, more than a reader of the text could always know; the others read it all."
         ]
         for tier in distinct(done, "tier"):
             masked = select(done, tier=tier, model="+ CG + SKA, η = 1.5")
@@ -138,6 +140,9 @@ class Mamba3Experiment(Experiment):
             ]
             row += self.said.get((model, tier), ("–", "–")) if self.said else ()
             rows.append(row)
+        every_seed = select(cells, model=cells[0].settings["model"])
+        guessed = over_seeds(every_seed, lambda numbers: numbers["guessing"], percent)
+        rows.append(["guessing", guessed, *("–" for _ in header[2:])])
         return Table(f"{tier.upper()}: accuracy in percent", header, rows)
 
     def draw(self, done: Sequence[Finished], path: Path) -> None:
@@ -195,6 +200,14 @@ class SpecificRecallExperiment(Mamba3Experiment):
 
 def accuracy(numbers: Mapping[str, Any]) -> float:
     return float(numbers["reading"]["accuracy"])
+
+
+def guessing(task: Family, rows: int, seed: int) -> float:
+    """The share of digits right of who says the most common one of each place."""
+    batch = task.batch(rows, seed=seed, split="test")
+    digits = batch.labels[batch.answers].unflatten(0, (rows, -1))
+    common = digits.mode(dim=0).values
+    return float((digits == common).double().mean())
 
 
 def draw_tests(cells: Sequence[Finished], what: str, ax: Any) -> None:
