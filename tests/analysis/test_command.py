@@ -144,7 +144,7 @@ def test_too_few_tokens_for_a_chunk(tmp_path: Path) -> None:
         ({"text": "text.txt"}, "A text is read through the tokenizer of the model"),
         ({"tokenizer": "good.json"}, "--tokenizer is for a text"),
         ({"text": "text.txt", "tokenizer": "none.json"}, "There is no tokenizer "),
-        ({"text": "text.txt", "tokenizer": "text.txt"}, "text.txt is no tokenizer.json"),
+        ({"text": "text.txt", "tokenizer": "text.txt"}, "text.txt is not a tokenizer.json"),
         ({"text": "text.txt", "tokenizer": "big.json"}, "has 30 tokens, this model 25"),
         ({"text": "none.txt", "tokenizer": "good.json"}, "none.txt cannot be read as text"),
         ({"text": "empty.txt", "tokenizer": "good.json"}, "empty.txt holds no text."),
