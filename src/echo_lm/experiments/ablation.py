@@ -238,6 +238,17 @@ def draw_learning(by_variant: Mapping[str, Sequence[Finished]], ax: Any) -> None
     ax.set(xlabel="step", ylabel="accuracy", ylim=(-0.02, 1.02))
 
 
+def apart(panels: Mapping[str, Mapping[str, list[Finished]]]) -> dict[str, Any]:
+    """A panel of its own for each ending of the variants' names, such as ", rank 24"."""
+    found: dict[str, dict[str, list[Finished]]] = {}
+    for title, by_variant in panels.items():
+        for variant, cells in by_variant.items():
+            name, comma, ending = variant.rpartition(", ")
+            panel = found.setdefault(f"{title}{comma}{ending}" if comma else title, {})
+            panel[name or variant] = cells
+    return found
+
+
 def look(i: int, label: str) -> dict[str, Any]:
     """Of more lines than there are colours: hollow the second time round, dark within the third."""
     within = (None, "white", "black")[min(i // len(COLOURS), 2)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from echo_lm.experiments.ablation import Ablation, Changes
-from echo_lm.experiments.base import Scale
+from echo_lm.experiments.ablation import Ablation, Changes, apart
+from echo_lm.experiments.base import Finished, Scale
 
 
 class Filters(Ablation):
@@ -33,3 +33,7 @@ class Filters(Ablation):
             for start, first in starts.items()
             for name, how in {**powers, **banks}.items()
         }
+
+    def panels(self, done: Sequence[Finished]) -> dict[str, dict[str, list[Finished]]]:
+        """One for each task and start."""
+        return apart(super().panels(done))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from echo_lm.experiments.ablation import ORDER_1, Ablation, Changes
+from echo_lm.experiments.ablation import ORDER_1, Ablation, Changes, apart
 from echo_lm.experiments.base import Finished, Scale
 
 
@@ -46,12 +46,7 @@ class Ridge(Ablation):
 
     def panels(self, done: Sequence[Finished]) -> dict[str, dict[str, list[Finished]]]:
         """One for each task and rank."""
-        found: dict[str, dict[str, list[Finished]]] = {}
-        for task, by_variant in super().panels(done).items():
-            for name, cells in by_variant.items():
-                ridge, _, rank = name.rpartition(", ")
-                found.setdefault(f"{task}, {rank}", {})[ridge] = cells
-        return found
+        return apart(super().panels(done))
 
 
 def relative(share: float, to: bool | str) -> dict[str, object]:
