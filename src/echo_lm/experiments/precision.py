@@ -137,7 +137,7 @@ class Precision(Experiment):
             for ax, kind in zip(panels, KINDS, strict=False):
                 draw_answers(done, kind, ax)
             draw_sums(done, panels[-1])
-            panels[-1].legend(loc="upper left", fontsize=7)
+            panels[2].legend(loc="lower right", fontsize=7)
 
 
 class Complaints(logging.Filter):
@@ -371,7 +371,7 @@ def draw_answers(done: Sequence[Finished], kind: str, ax: Any) -> None:
         place = ("answers", rebuilt, j, KINDS.index(kind))
         draw_lines(done, place, ax, hollow=bool(rebuilt))
     ax.set(
-        ylabel=f"error of the answers, λ = {SHOWN_RIDGE:g} (cut at {HOPELESS:g})",
+        ylabel=f"error of answers, λ = {SHOWN_RIDGE:g} (cut at {HOPELESS:g})",
         title=f"{kind} (hollow: X never rebuilt)",
     )
 
