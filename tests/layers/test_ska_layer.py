@@ -467,6 +467,13 @@ def test_a_tied_start_makes_queries_of_keys_and_changes_no_other_weight() -> Non
         assert name == "q_proj.weight" or torch.equal(weight, tied.state_dict()[name])
 
 
+def test_a_tied_start_holds_behind_a_convolution() -> None:
+    layer = started(tied_start=True, conv_kernel=3)
+    q, k, v, _ = layer.project(torch.randn(2, 7, DIM))
+    assert torch.equal(q, k)
+    assert float(v.std()) > 0
+
+
 def started(**options: Any) -> SpectralKoopmanAttention:
     torch.manual_seed(0)
     return SpectralKoopmanAttention(DIM, heads=HEADS, rank=RANK, **options)

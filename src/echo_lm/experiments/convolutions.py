@@ -32,7 +32,7 @@ class Convolutions(Ablation):
         if scale == "full":
             filters["bank"] = {"filter": "bank", "order": 2}
         return {
-            f"{convolution}, {name}": {**taps, **how}
+            f"{convolution}, {name}": {**taps, **how, "tied_start": True}
             for name, how in filters.items()
             for convolution, taps in convolutions.items()
         }

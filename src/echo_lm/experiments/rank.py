@@ -26,7 +26,7 @@ class Rank(Ablation):
     def variants(self, scale: Scale) -> Mapping[str, Changes]:
         ranks = (4, 8, 16, 24, 32, 48, 64) if scale == "full" else (4, 8, 24)
         # What counts is how much fits, not how long it takes to find out.
-        return {str(rank): {"rank": rank, **ORDER_1} for rank in ranks}
+        return {str(rank): {"rank": rank, **ORDER_1, "tied_start": True} for rank in ranks}
 
     def draw(self, done: Sequence[Finished], path: Path) -> None:
         with figure(path, columns=2, size=(3.6, 2.8)) as axes:

@@ -144,6 +144,10 @@ class SpectralKoopmanAttention(nn.Module):
                 nn.init.orthogonal_(head)
         if self.tied_start:
             self.q_proj.weight.data.copy_(self.k_proj.weight.data)
+        if self.tied_start and self.conv is not None:
+            for taps in self.conv.parameters():
+                queries, keys, _ = taps.data.split([len(self.q_proj.weight)] * 2 + [self.dim])
+                queries.copy_(keys)
         nn.init.xavier_uniform_(self.v_proj.weight)
         nn.init.zeros_(self.out_proj.weight)
 
