@@ -471,7 +471,7 @@ def test_a_tied_start_holds_behind_a_convolution() -> None:
     layer = started(tied_start=True, conv_kernel=3)
     q, k, v, _ = layer.project(torch.randn(2, 7, DIM))
     assert torch.equal(q, k)
-    assert float(v.std()) > 0
+    assert bool(v.any())
 
 
 def started(**options: Any) -> SpectralKoopmanAttention:
