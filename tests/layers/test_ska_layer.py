@@ -296,6 +296,10 @@ def test_forgetting_starts_with_the_half_life_and_stays_a_share() -> None:
     turns = SpectralKoopmanAttention(DIM, heads=4, rank=RANK, chunk_size=16, half_life=[16, 32, 64])
     assert turns.decay is not None
     close_to_rounding(turns.decay, torch.tensor([0.5, 0.5**0.5, 0.5**0.25, 0.5]))
+    for life in (1e-3, 1e18):
+        far = SpectralKoopmanAttention(DIM, heads=4, rank=RANK, half_life=life)
+        assert far.decay is not None
+        close_to_rounding(far.decay, torch.full((4,), float(life > 1)))
     for raw in (-200.0, 200.0):
         torch.nn.init.constant_(layer.raw_decay, raw)
         assert ((layer.decay > 0) & (layer.decay <= 1)).all()
@@ -415,6 +419,7 @@ def test_a_call_changes_no_state_in_place(length: int) -> None:
         ({"ridge": float("nan")}, ["ridge", "nan"]),
         ({"half_life": 0.0}, ["half_life", "0.0"]),
         ({"half_life": [8.0, -1.0]}, ["half_life", "-1.0"]),
+        ({"half_life": float("inf")}, ["half_life", "inf"]),
         ({"half_life": 8.0, "causal": False}, ["half_life", "causal=False"]),
         ({"sees_itself": False, "causal": "chunk"}, ["sees_itself=False", "'chunk'"]),
     ],

@@ -132,8 +132,8 @@ class SpectralKoopmanAttention(nn.Module):
         self.raw_decay: nn.Parameter | None = None
         if half_life is not None:
             lives = half_life if isinstance(half_life, Sequence) else [half_life]
-            kept = [max(0.5 ** (chunk_size / life), LEAST_KEPT) for life in lives]
-            raw = [_logit(kept[head % len(kept)]) for head in range(heads)]
+            rates = [min(math.log(2) * chunk_size / life, -math.log(LEAST_KEPT)) for life in lives]
+            raw = [_logit_of_exp(-rates[head % len(rates)]) for head in range(heads)]
             self.raw_decay = _spectral(torch.tensor(raw))
         self.reset_parameters()
 
@@ -313,7 +313,7 @@ def _check_order_of_reading(
 ) -> None:
     if half_life is not None:
         lives = half_life if isinstance(half_life, Sequence) else [half_life]
-        if not lives or not all(life > 0 for life in lives):
+        if not lives or not all(0 < life < math.inf for life in lives):
             raise ValueError(f"half_life must be positive numbers of tokens, got {half_life}.")
     if half_life is not None and causal is False:
         raise ValueError(
@@ -364,3 +364,8 @@ def _inverse_softplus(y: float) -> float:
 
 def _logit(p: float) -> float:
     return math.log(p / (1 - p))
+
+
+def _logit_of_exp(x: float) -> float:
+    """Of a share that may be as near to 1 as can be."""
+    return x - math.log(-math.expm1(x))
