@@ -12,6 +12,7 @@ from rich.console import Console
 from echo_lm.experiments import appendix, length, mqar, transfer
 from echo_lm.experiments.base import Experiment, Finished, Scale, Settings
 from echo_lm.experiments.runner import reproduce
+from echo_lm.plots import figure
 from echo_lm.tasks import find
 
 ONE_STEP = {
@@ -96,6 +97,15 @@ def test_length_has_the_papers_numbers_beside_one_needle_only() -> None:
     row = ["2,048", "–", "2.0", "50.0", "42.5", "–", "81.2"]
     assert list(length.table_of(done, 1).rows) == [row]
     assert list(length.table_of(done, 4).rows) == [["2,048", "50.0"]]
+
+
+def test_the_papers_lines_are_named_where_they_stand_alone(tmp_path: Path) -> None:
+    readings = [{"needles": 1, "length": 2048, "accuracy": 0.5}]
+    done = [Finished({"model": "SSM+Attn", "read": "near"}, 0, {"readings": readings})]
+    with figure(tmp_path / "figure.png") as axes:
+        length.draw_needles(done, 1, axes[0, 0])
+        _, labels = axes[0, 0].get_legend_handles_labels()
+    assert labels == ["SSM, the paper's", "SSM+Attn", "SSM+SKA (paper), the paper's"]
 
 
 @pytest.mark.parametrize("grid", [mqar.MQARSmall(), mqar.MQAR50M()])

@@ -108,7 +108,7 @@ class Length(Experiment):
             "One model reads both tables. The paper has one needle, and says neither how many "
             "its models were trained on nor for how long. Its operator reads no chunk before it "
             "ends: with S = 64 a model trained on 64 tokens has never seen it do anything, so "
-            "S = 16 stands beside it."
+            "that S = 16 is to be tried too."
         ]
         if ours:
             sizes = {point["state bytes"] for cell in ours for point in cell.numbers["readings"]}
@@ -126,7 +126,7 @@ class Length(Experiment):
             for ax, needles in zip(axes[0], panels, strict=True):
                 draw_needles(done, needles, ax)
             axes[0, 0].set_ylabel("accuracy")
-            axes[0, -1].legend(fontsize=6, loc="lower right")
+            axes[0, 0].legend(fontsize=6, loc="lower left")
 
 
 def to_read(protocol: Mapping[str, Any], settings: Settings) -> list[tuple[list[int], int, int]]:
@@ -195,7 +195,8 @@ def draw_needles(done: Sequence[Finished], needles: int, ax: Any) -> None:
             look = look | {"label": None}
         if needles == 1 and model in PAPER_MODELS:
             said = PAPER[PAPER_MODELS[model]]
-            faint = line(i) | {"alpha": 0.35, "marker": ""}
+            alone = None if select(done, model=model) else f"{model}, the paper's"
+            faint = line(i, alone) | {"alpha": 0.35, "marker": ""}
             ax.plot(list(said), [share / 100 for share in said.values()], **faint)
     faint_is = " (faint: the paper's)" if needles == 1 else ""
     ax.set_xscale("log", base=2)

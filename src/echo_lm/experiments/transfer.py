@@ -283,12 +283,14 @@ def draw_curves(done: Sequence[Finished], task: str, pairs: int, ax: Any) -> Non
     ]
     for i, model in enumerate(shown(done)):
         values = [found_at(task=task, pairs=pairs, length=length) for length in lengths]
-        if cells := select(done, model=model):
+        cells = select(done, model=model)
+        if cells:
             curves = [[value(cell.numbers) for value in values] for cell in cells]
             band(ax, lengths, curves, **line(i, model))
         if model in PAPER_MODELS:
             said = PAPER_CURVES[task][pairs][PAPER_MODELS[model]]
-            faint = line(i) | {"alpha": 0.35, "marker": "", "label": None}
+            alone = None if cells else f"{model}, the paper's"
+            faint = line(i, alone) | {"alpha": 0.35, "marker": ""}
             ax.plot(list(said), list(said.values()), **faint)
     ax.set_xscale("log", base=2)
     what = "tokens of noise" if task == "MultiHop" else "tokens"
