@@ -41,7 +41,12 @@ def next_token_loss_in_pieces(
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, head = x.to(dtype), head.to(dtype)
-    return PiecewiseCrossEntropy.apply(x[:, :-1].flatten(0, 1), head, targets, at_once)
+    hidden = x[:, :-1].flatten(0, 1)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Where something is asked; how many places that are, another device would have to tell.
+        asked = targets != IGNORED_LABEL
+        hidden, targets = hidden[asked], targets[asked]
+    return PiecewiseCrossEntropy.apply(hidden, head, targets, at_once)
 
 
 def next_tokens(labels: Int[Tensor, "b t"]) -> Int[Tensor, " n"]:
