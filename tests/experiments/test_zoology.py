@@ -48,7 +48,7 @@ def test_runs_from_end_to_end(tmp_path: Path) -> None:
     report = (folder / "README.md").read_text()
     assert "| lr 0.00316 | lr 1e+38 |" in report
     assert "| 2 in 8 | 2 in 16 |" in report
-    assert "published of" in report
+    assert "Nothing is published of these tests." in report
     assert "As published" not in report
     texts = [path.read_text() for path in sorted((folder / "cells").iterdir())]
     records = [json.loads(text, parse_constant=pytest.fail) for text in texts]
