@@ -83,12 +83,15 @@ def test_names_the_layer_whose_output_is_not_finite(read_every: int, tmp_path: P
         ("norm", r"norm \(RMSNorm\)"),
     ],
 )
-def test_names_the_layer_that_spoils_the_gradient(layer: str, named: str) -> None:
+@pytest.mark.parametrize("changes", [{}, {"recompute": True}, {"accumulate": 2}])
+def test_names_the_layer_that_spoils_the_gradient(
+    layer: str, named: str, changes: dict[str, Any]
+) -> None:
     """Gradients come from the end: every layer before it has one that is not finite too."""
     model = small_model()
     when_poisoned(model, layer, Explode.apply)
     with pytest.raises(Diverged, match=f"the gradient that {named} passes back is not finite"):
-        train(model, Poisoned(), SHORT)
+        train(model, Poisoned(), replace(SHORT, **changes))
 
 
 def test_names_the_parameter_if_it_is_alone() -> None:

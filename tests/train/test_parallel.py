@@ -123,3 +123,12 @@ def test_a_batch_that_cannot_be_shared_is_named() -> None:
     three.ranks = 3
     with pytest.raises(ValueError, match="A batch of 4 rows cannot be shared evenly by 3"):
         three.share(Pairs().batch(4, seed=0))
+
+
+def test_no_row_is_left_out_of_the_pieces() -> None:
+    two = Alone()
+    two.ranks = 2
+    share = two.share(Pairs().batch(12, seed=0))
+    assert sum(len(piece.tokens) for piece in share.pieces(3)) == 6
+    with pytest.raises(ValueError, match="6 rows cannot be read in 4 pieces of one size"):
+        share.pieces(4)

@@ -62,7 +62,7 @@ def diverged(strategy: Alone) -> dict[str, Any]:
     model = small_model()
     when_poisoned(model, "blocks.1.mlp", lambda y: y * torch.inf)
     try:
-        train(model, Poisoned(), SHORT, strategy=strategy)
+        train(model, Poisoned(), IN_PIECES, strategy=strategy)
     except Diverged as stopped:
         return {"diverged": str(stopped)}
     return {}

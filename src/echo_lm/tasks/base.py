@@ -52,6 +52,11 @@ class Batch:
 
     def pieces(self, count: int) -> list[Self]:
         """The examples in so many parts of one size."""
+        if len(self.tokens) % count:
+            raise ValueError(
+                f"{len(self.tokens)} rows cannot be read in {count} pieces of one size; choose a "
+                "batch that is a multiple of accumulate times the number of processes."
+            )
         size = len(self.tokens) // count
         return [self.rows(slice(start, start + size)) for start in range(0, size * count, size)]
 

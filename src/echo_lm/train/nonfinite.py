@@ -42,9 +42,11 @@ def find_cause(model: nn.Module, take_step: Callable[[], Tensor]) -> str:
         return f"the output of {seen.wrong_outputs[0]} is not finite"
     if not is_finite(loss):
         return "the loss is not finite though every layer's output is"
-    wrong = [place for place, part in enumerate(seen.parts) if part in seen.wrong_gradients]
+    # Rows in pieces, and blocks that are computed again on the way back, come several times.
+    parts = list(dict.fromkeys(seen.parts))
+    wrong = [place for place, part in enumerate(parts) if part in seen.wrong_gradients]
     if wrong:
-        after = [*seen.parts, "the loss"][wrong[-1] + 1]
+        after = [*parts, "the loss"][wrong[-1] + 1]
         return f"the gradient that {after} passes back is not finite"
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not is_finite(parameter.grad):

@@ -114,7 +114,8 @@ class DDP(Alone):
         return DistributedDataParallel(compute)
 
     def gathering(self, model: Any, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else model.no_sync()
+        # The bare model, which is searched for what went wrong, shares nothing in any case.
+        return nullcontext() if last or isinstance(model, EchoLM) else model.no_sync()
 
     def total(self, value: Tensor) -> Tensor:
         summed = value.clone()
