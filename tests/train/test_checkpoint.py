@@ -65,6 +65,16 @@ def test_one_that_was_cut_short_is_not_taken(tmp_path: Path) -> None:
     train(small_model(), Pairs(), SHORT, folder=tmp_path)
 
 
+def test_a_copy_that_someone_keeps_is_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "step-00000005-before"
+    mine.mkdir()
+    killed = tmp_path / "step-00000003.unfinished"
+    killed.mkdir()
+    train(small_model(), Pairs(), SHORT, folder=tmp_path)
+    assert mine.exists()
+    assert not killed.exists()
+
+
 def test_a_damaged_one_is_named(tmp_path: Path) -> None:
     train(small_model(), Pairs(), SHORT, folder=tmp_path)
     (tmp_path / "step-00000012" / "optimiser.safetensors").write_bytes(b"not that")

@@ -31,6 +31,7 @@ from echo_lm.results import write_json
 OPTIMISER_FILE = "optimiser.safetensors"
 RUN_FILE = "run.json"
 NAME = re.compile(r"step-(\d{8})")
+UNFINISHED = ".unfinished"
 ANY_VALUE = ("train.checkpoint_every", "train.read_every", "train.accumulate", "train.recompute")
 """Settings that change no number of a run but its rounding, and so may change when it goes on."""
 
@@ -69,7 +70,7 @@ def save(folder: Path, contents: Contents, beside: Sequence[Path] = ()) -> Path:
     if target.exists():
         return target
     before = latest(folder)
-    unfinished = folder / f"{target.name}.unfinished"
+    unfinished = folder / f"{target.name}{UNFINISHED}"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         save_pretrained(contents.model, contents.weights, unfinished)
@@ -90,7 +91,8 @@ def save(folder: Path, contents: Contents, beside: Sequence[Path] = ()) -> Path:
             "make room and run the same again to go on."
         ) from None
     for older in folder.glob("step-*"):
-        if older != target:
+        # Only what this wrote: a copy under another name is someone's.
+        if older != target and NAME.fullmatch(older.name.removesuffix(UNFINISHED)):
             shutil.rmtree(older, ignore_errors=True)
     return target
 
