@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,23 @@ def test_rare_tokens_first_and_again(
         assert losses
         assert found[name].tokens == len(losses)
         assert found[name].loss == pytest.approx(mean(losses), rel=1e-5)
+
+
+def test_nothing_is_dropped_out(shards: TokenShards, model: EchoLM) -> None:
+    """As a model is after loading, it is in training."""
+    droopy = EchoLM(replace(model.config, embedding_dropout=0.5))
+    droopy.load_state_dict(model.state_dict())
+    source = TextSource(shards, LENGTH)
+    assert text_loss(droopy, source) == text_loss(model, source)
+    assert droopy.training
+
+
+def test_a_folder_without_held_out_text_is_named(
+    model: EchoLM, tokenizer: Path, tmp_path: Path
+) -> None:
+    source = TextSource(TokenShards(prepared(tmp_path, tokenizer, some_texts(20))), LENGTH)
+    with pytest.raises(ValueError, match="holds no text to test: prepare some with --held-out"):
+        text_loss(model, source)
 
 
 def test_what_a_document_has_had() -> None:

@@ -88,7 +88,7 @@ class TextSource:
 
     def order(self, places: Int[Tensor, " b"], *, seed: int, split: Split) -> Int[Tensor, " b"]:
         """Which windows stand at these places of the order of a seed."""
-        self._check_any(split)
+        self.check_any(split)
         return shuffled(places, self.count(split), seed, split)
 
     def take(
@@ -99,7 +99,7 @@ class TextSource:
         device: torch.device | str = "cpu",
     ) -> TextBatch:
         """The windows with these numbers, in the order of the text."""
-        self._check_any(split)
+        self.check_any(split)
         starts, stops = (table[numbers.numpy()] for table in self._tables[split])
         tokens = np.full((len(starts), self.length), self.shards.separator, np.int32)
         for row, start, stop in zip(tokens, starts.tolist(), stops.tolist(), strict=True):
@@ -140,7 +140,8 @@ class TextSource:
         asks = sizes > 1  # A first token is not predicted, and a window of one asks for nothing.
         return starts[asks], (starts + sizes)[asks]
 
-    def _check_any(self, split: Split) -> None:
+    def check_any(self, split: Split) -> None:
+        """Refuse a split without text."""
         if not self.count(split):
             raise ValueError(
                 f"{self.shards.folder} holds no text to {split}: prepare some"

@@ -58,9 +58,10 @@ def text_loss(
     precision: Precision = "auto",
 ) -> TextLoss:
     """Read the held-out text window by window in order, or the `first` so many windows of it."""
-    total = source.count("test")
-    count = total if first is None else min(first, total)
-    if count < 1 and total:
+    source.check_any("test")
+    count = source.count("test")
+    count = count if first is None else min(first, count)
+    if count < 1:
         raise ValueError(f"first must be at least 1, got {first}.")
     if source.vocab_size > model.config.vocab_size:
         raise ValueError(
@@ -69,12 +70,15 @@ def text_loss(
         )
     rare = torch.from_numpy(rare_tokens(source.shards, model.config.vocab_size))
     device, losses, tables = model.embedding.weight.device, [], []
+    was_training = model.training
+    model.eval()
     with autocast(device, precision):
         for start in range(0, count, batch):
             numbers = torch.arange(start, min(start + batch, count))
             some = source.take(numbers, split="test", device=device)
             losses.append(token_losses(model, some).cpu())
             tables.append(describe(some.to("cpu"), rare))
+    model.train(was_training)
     loss = torch.cat(losses).double()
     table = {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
     asked = table["asked"]
