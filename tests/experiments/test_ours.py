@@ -11,12 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from echo_lm.experiments import ablation, find, long_conditioning, recurrent
+from echo_lm.experiments import ablation, find, forgetting, long_conditioning, recurrent
 from echo_lm.experiments.base import Finished
 from echo_lm.experiments.runner import reproduce
 from echo_lm.layers import SpectralKoopmanAttention
 from echo_lm.model.lm import EchoLM
 from echo_lm.tasks import MQAR
+from echo_lm.tasks.overwritten import Overwritten
 
 ABLATIONS = ("filters", "causality", "rank", "ridge", "convolutions", "forgetting")
 BRIEF = {
@@ -87,6 +88,12 @@ def test_every_variant_is_a_model_and_every_task_a_task(name: str, scale: Any) -
     for named in protocol["tasks"].values():
         for changed in ({}, *named["longer"].values()):
             assert ablation.task_of({**named, **changed}).length > 0
+
+
+def test_fading_is_not_told_where_a_round_ends() -> None:
+    tasks = map(ablation.task_of, find("forgetting").tasks("full").values())
+    (rounds,) = {task.round_length for task in tasks if isinstance(task, Overwritten)}
+    assert rounds % forgetting.FADES_EVERY
 
 
 def cell(settings: dict[str, Any], seed: int, accuracies: Sequence[float]) -> Finished:

@@ -27,7 +27,8 @@ class Forgetting(Ablation):
             return {
                 "economy, easy": {"task": "resource-economy", "tier": "easy", "longer": {}},
                 "economy, hard": {"task": "resource-economy", "tier": "hard", "longer": {}},
-                **dict([overwritten(8, 8, 32, 64), mqar(8, 128, 4096)]),
+                # Rounds of 56 tokens: sums that fade every 16 are not told where one ends.
+                **dict([overwritten(8, 8, 40, 64), mqar(8, 128, 4096)]),
             }
         return dict([overwritten(4, 3, 8, 12), mqar(4, 32, 256)])
 
