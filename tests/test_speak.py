@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_written_costs_no_memory(folder: Path) -> None:
     ("prompt", "settings", "sentence"),
     [
         ("a", {"temperature": -1.0}, r"temperature must be 0 or more, got -1\.0\."),
-        ("", {"separator": "none"}, r"nothing to go on from: give a prompt\."),
+        ("a", {"separator": "none"}, r"has no token 'none' to stand before a text; give --sep"),
         ("a", {"tokenizer": Path("nowhere")}, r"There is no tokenizer at nowhere\."),
         ("a", {"state": Path("nowhere/state")}, r"There is no folder nowhere to keep a state in"),
         ("a", {"options": {"top_k": 0}}, r"top_k must be at least 1, got 0\."),
@@ -155,6 +155,12 @@ def test_what_is_wrong_is_said(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         say(folder, prompt, **settings)
+
+
+def test_nothing_new_for_a_memory(folder: Path) -> None:
+    say(folder, "", folder / "memory", options={"max_new_tokens": 2})
+    with pytest.raises(ValueError, match=r"nothing to go on from: give a prompt\."):
+        say(folder, "", folder / "memory")
 
 
 def test_several_memories_in_a_file_are_refused(folder: Path) -> None:

@@ -69,13 +69,19 @@ class Coder:
 
     def __init__(self, tokenizer: Any, separator: str) -> None:
         self.tokenizer = tokenizer
-        self.stop: int | None = tokenizer.token_to_id(separator)
+        stop = tokenizer.token_to_id(separator)
+        if stop is None:
+            raise ValueError(
+                f"The tokenizer has no token {separator!r} to stand before a text; give "
+                "--separator TOKEN."
+            )
+        self.stop = int(stop)
         """What stands before every text, and so behind its end."""
 
     def encode(self, text: str, new: bool) -> list[int]:
         """A new text begins behind the separator, as in training."""
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return [self.stop, *ids] if new and self.stop is not None else ids
+        return [self.stop, *ids] if new else ids
 
     def decode(self, before: list[int], ids: Iterator[int]) -> Iterator[str]:
         """What each token adds, once its characters are whole."""
@@ -94,7 +100,7 @@ class Writing(Iterator[int]):
         model: EchoLM,
         prompt: Int[Tensor, "1 t"],
         memory: EchoState | None,
-        stop: int | None,
+        stop: int,
         how: GenerationOptions,
     ) -> None:
         prompt = prompt.to(model.embedding.weight.device)
