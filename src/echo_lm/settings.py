@@ -59,6 +59,14 @@ def share(config: Any, *names: str) -> None:
             raise ValueError(f"{name} is a share between 0 and 1, got {value!r}.")
 
 
+def words(config: Any, *names: str) -> None:
+    """Refuse what is no text."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be text, got {value!r}; put it in quotes.")
+
+
 def one_of(config: Any, name: str, *allowed: object) -> None:
     """Refuse what is none of these."""
     value = getattr(config, name)

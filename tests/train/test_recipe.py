@@ -75,6 +75,9 @@ def test_tokens_stand_for_steps(file: str) -> None:
     recipe.train.pop("steps")
     recipe.train["tokens"] = 8 * 16 * 5 + 3
     assert recipe.train_config(16).steps == 5
+    recipe.train["tokens"] = float("inf")
+    with pytest.raises(ValueError, match=r"train\.tokens must be a positive number, got inf"):
+        recipe.train_config(16)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,9 @@ def test_merging_leaves_what_is_not_named() -> None:
         (["run.colour=1"], r"holds run\.colour, which this version of Echo does not know"),
         (["run.track=paper"], r"run\.track must be one of '', 'trackio', 'wandb'; got 'paper'"),
         (["run.samples=The"], "samples must be a list of prompts, got 'The'"),
+        (["run.samples=[1]"], r"samples must be a list of prompts, got \[1\]"),
+        (["run.folder=2024"], r"run\.folder must be text, got 2024; put it in quotes"),
+        (["run.device=0"], r"run\.device must be text, got 0"),
     ],
 )
 def test_a_recipe_that_makes_no_sense(changes: list[str], said: str, file: str) -> None:
@@ -122,6 +128,9 @@ def test_a_recipe_that_makes_no_sense(changes: list[str], said: str, file: str) 
         (["train.speed=5"], r"holds train\.speed, which this version"),
         (["train.lr=fast"], r"train\.lr must be a positive number, got 'fast'"),
         (["train.lr=-1"], r"train\.lr must be a positive number, got -1"),
+        (["train.betas=3"], r"train\.betas must be two numbers from 0 to below 1, got 3"),
+        (["train.betas=[0.9]"], r"train\.betas must be two numbers"),
+        (["train.betas=[0.9, 1]"], r"train\.betas must be two numbers"),
     ],
 )
 def test_settings_of_the_loop_are_checked(changes: list[str], said: str, file: str) -> None:

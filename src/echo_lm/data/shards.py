@@ -67,8 +67,8 @@ class TokenShards:
         """Refuse another tokenizer than the one the tokens were made with."""
         if file_hash(Path(path)) != self.manifest["recipe"]["tokenizer"]["sha256"]:
             raise ValueError(
-                f"{self.folder} was made with another tokenizer than {path}: use "
-                f"{self.tokenizer}, or prepare the text again."
+                f"{self.folder} was made with another tokenizer than {path}: use the one it was "
+                "made with, or prepare the text again."
             )
 
     def read(self, split: Split, start: int, stop: int) -> UInt[ndarray, " t"]:

@@ -12,11 +12,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from echo_lm.evaluate.recall import Source
-from echo_lm.extras import need
+from echo_lm.data.tokenise import load_tokenizer
 from echo_lm.model.lm import EchoLM
 from echo_lm.ops.backends import pick_device
+from echo_lm.speak import Coder
 from echo_lm.tasks import find
+from echo_lm.tasks.base import SPLITS
 from echo_lm.train.history import History, Record
 from echo_lm.train.loop import train
 from echo_lm.train.parallel import processes
@@ -60,7 +61,7 @@ def run(name: str, changes: Sequence[str], console: Console | None = None) -> Hi
             )
         settings = {"model": model_config.to_dict(), "train": config.to_dict()}
         with tracked(recipe.run.track if main else "", folder, settings) as track:
-            sample = sampler(recipe, model, beside, console)
+            sample = sampler(recipe, model, source, console)
 
             def watch(record: Record) -> None:
                 track(record)
@@ -86,36 +87,47 @@ def open_source(recipe: Recipe) -> tuple[Any, list[Path]]:
         entries = dict(recipe.task)
         if "name" not in entries:
             raise ValueError('task needs a name, such as task.name="mqar".')
-        return find(entries.pop("name"), **entries), []
+        return find(str(entries.pop("name")), **entries), []
     from echo_lm.data import TextSource, TokenShards
 
     settings = asdict(recipe.text)
     shards = TokenShards(settings.pop("folder"))
-    source: Source = TextSource(shards, **settings)
+    shards.check_tokenizer(shards.tokenizer)
+    source = TextSource(shards, **settings)
+    for split in SPLITS:
+        source.check_any(split)
     return source, [shards.tokenizer]
 
 
 def sampler(
-    recipe: Recipe, model: EchoLM, beside: Sequence[Path], console: Console | None
+    recipe: Recipe, model: EchoLM, source: Any, console: Console | None
 ) -> Callable[[int], None]:
-    """Goes on from the recipe's prompts, shows how, and keeps it. All processes must take part."""
+    """Goes on from the recipe's prompts as `echo-lm generate` does, but with the likeliest tokens;
+    shows how, and keeps it. All processes must take part."""
     prompts = recipe.run.samples
     if not prompts:
         return lambda step: None
-    if not beside:
+    if recipe.text is None:
         raise ValueError("run.samples are of text, and this run has a task; leave them out.")
-    tokenizer = need("tokenizers", "data").Tokenizer.from_file(str(beside[0]))
+    shards = source.shards
+    coder = Coder(load_tokenizer(shards.tokenizer), shards.manifest["recipe"]["separator"]["token"])
+
+    def write(prompt: str) -> str:
+        ids = torch.tensor([coder.encode(prompt, new=True)], device=model.embedding.weight.device)
+        whole = model.generate(
+            ids, max_new_tokens=recipe.run.sample_tokens, eos_token_id=coder.stop
+        )
+        return str(coder.tokenizer.decode(whole[0].tolist()))
 
     def sample(step: int) -> None:
+        was_training = model.training
+        model.eval()
         for prompt in prompts:
-            read = torch.tensor(
-                [tokenizer.encode(prompt).ids], device=model.embedding.weight.device
-            )
-            new = model.generate(read, max_new_tokens=recipe.run.sample_tokens)
-            text = tokenizer.decode(new[0].tolist())
+            text = write(prompt)
             if console is not None:
                 console.print(f"  {text!r}", highlight=False, markup=False)
                 with (Path(recipe.run.folder) / SAMPLES_FILE).open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        model.train(was_training)
 
     return sample

@@ -33,6 +33,7 @@ class TrainConfig:
     weight_decay: float = 0.01
     """Of matrices; norms, biases and spectral parameters have none."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """How long AdamW remembers gradients, and their squares."""
     clip: float | None = 1.0
     """The largest gradient norm of a step; longer gradients are shortened to it. None: any."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -65,6 +66,7 @@ class TrainConfig:
         if self.clip is not None:
             positive(self, "clip")
         share(self, "floor", "cooldown")
+        self._check_betas()
         one_of(self, "schedule", "cosine", "wsd")
         one_of(self, "precision", "auto", "fp32", "bf16")
         for name in ("compile", "recompute", "facts_only"):
@@ -83,6 +85,14 @@ class TrainConfig:
             share(self, "stop_at")
         if self.patience is not None:
             whole(self, "patience")
+
+    def _check_betas(self) -> None:
+        """Two shares below 1; JSON and TOML have lists."""
+        given: Any = self.betas
+        betas = tuple(given) if isinstance(given, list | tuple) else (given,)
+        object.__setattr__(self, "betas", betas)
+        if len(betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers from 0 to below 1, got {given!r}.")
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "betas": list(self.betas)}

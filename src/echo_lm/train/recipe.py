@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from echo_lm.model.config import EchoConfig
-from echo_lm.settings import build, is_number, one_of, whole
+from echo_lm.settings import build, is_number, one_of, whole, words
 from echo_lm.train.config import TrainConfig
 
 Entries = dict[str, Any]
@@ -23,6 +24,9 @@ class TextSettings:
     folder: str
     length: int = 2048
     windows: Literal["running", "apart"] = "running"
+
+    def __post_init__(self) -> None:
+        words(self, "folder")
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,11 @@ class RunSettings:
     """Also show the metrics in "trackio" or "wandb"."""
 
     def __post_init__(self) -> None:
+        words(self, "folder", "device")
         one_of(self, "track", "", "trackio", "wandb")
         whole(self, "sample_tokens")
-        if not isinstance(self.samples, list | tuple):
+        given: Any = self.samples
+        if not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
             raise ValueError(f"samples must be a list of prompts, got {self.samples!r}.")
 
 
@@ -62,7 +68,7 @@ class Recipe:
         """Of the model, which has as many tokens as it is to read if nothing else is said."""
         changes = {"vocab_size": vocab_size, **self.model}
         preset = changes.pop("preset", None)
-        entries = {} if preset is None else EchoConfig.preset(preset).to_dict()
+        entries = {} if preset is None else EchoConfig.preset(str(preset)).to_dict()
         config = EchoConfig.from_dict(merged(entries, changes))
         if config.vocab_size < vocab_size:
             raise ValueError(
@@ -78,14 +84,12 @@ class Recipe:
         if (tokens is None) == ("steps" not in entries):
             raise ValueError("train needs steps or tokens, one of the two.")
         if tokens is not None:
-            if not is_number(tokens) or not tokens > 0:
+            if not is_number(tokens) or not 0 < tokens < math.inf:
                 raise ValueError(f"train.tokens must be a positive number, got {tokens!r}.")
             a_step = (
                 length * build(TrainConfig, {**entries, "steps": 1, "warmup": 0}, "train.").batch
             )
             entries["steps"] = max(1, round(tokens / a_step))
-        if "betas" in entries:
-            entries["betas"] = tuple(entries["betas"])
         config: TrainConfig = build(TrainConfig, entries, "train.")
         return config
 
