@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,3 +189,36 @@ def test_the_command(folder: Path) -> None:
     assert done.stderr == ""
     assert done.stdout == say(folder, "The river", options={"max_new_tokens": 4})
     assert EchoState.load(folder / "memory").count.tolist() == [14]
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "echo_lm.cli", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+
+
+def test_who_stops_reading_ends_it_in_silence(folder: Path) -> None:
+    """As head does."""
+    with started("generate", str(folder), "The river", "--max-new-tokens", "100000") as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert running.stdout.read(3) == "The"
+        running.stdout.close()
+        assert running.wait(60) == 128 + signal.SIGPIPE
+        assert running.stderr.read() == ""
+
+
+def test_a_file_that_is_a_folder_is_named(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with started("generate", str(folder), "The river") as running:
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == 2
+    assert said.startswith("echo-lm: ")
+    assert said.count("\n") == 1
+    assert "config.json" in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -463,10 +465,15 @@ def _dataset(name: str | None, subset: str | None, split: str) -> Dataset | None
 
 
 def main() -> None:
-    """Run a command; what is wrong with its arguments is said in one sentence."""
+    """Run a command; what is wrong with its arguments or files is said in one sentence."""
     try:
         app.cli(prog="echo-lm", description="Echo: recall with a memory of fixed size.")
-    except ValueError as error:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read along has had enough, such as head; nothing more can be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except (ValueError, OSError) as error:
         print(f"echo-lm: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

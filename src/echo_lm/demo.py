@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from echo_lm.extras import need
 from echo_lm.model.config import EchoConfig, Mamba2Config, Mixer, SKAConfig
 from echo_lm.model.lm import EchoLM
 from echo_lm.plots import figure, line
+from echo_lm.results import writable_folder
 from echo_lm.tasks import MQAR
 from echo_lm.tasks.base import Batch, check
 from echo_lm.tasks.show import show_example
@@ -83,7 +83,7 @@ def run(
     check("seed", seed, at_least=0, at_most=LARGEST_SEED)
     console = console or Console()
     config = training(seed, steps)
-    path = make_room(out)
+    path = writable_folder(out) / PLOT
     introduce(seed, console)
     runners = [Runner(name, build(mixers, seed)) for name, mixers in MODELS.items()]
     try:
@@ -138,17 +138,6 @@ def build(mixers: tuple[Mixer, ...], seed: int) -> EchoLM:
 def task(times: int) -> MQAR:
     """Pairs first and questions last, in a text of so many training lengths."""
     return MQAR(pairs=PAIRS, gap=times * LENGTH - 4 * PAIRS)
-
-
-def make_room(out: Path) -> Path:
-    """Where the plot goes; found out before minutes of work."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"out must be a folder to write to, got {out} ({error}).") from None
-    if not os.access(out, os.W_OK):
-        raise ValueError(f"out must be a folder to write to, got {out}, which is read-only.")
-    return out / PLOT
 
 
 def introduce(seed: int, console: Console) -> None:

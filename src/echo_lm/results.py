@@ -42,6 +42,24 @@ def circumstances() -> dict[str, Any]:
     }
 
 
+def writable_folder(out: Path) -> Path:
+    """The folder for what comes out, made if need be; found out before the work."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out must be a folder to write to, got {out} ({error}).") from None
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"out must be a folder to write to, got {out}, which is read-only.")
+    return out
+
+
+def writable_file(out: Path) -> Path:
+    """The same for a single file."""
+    if out.is_dir():
+        raise ValueError(f"out must be a file to write, got the folder {out}.")
+    return writable_folder(out.parent) / out.name
+
+
 def write_json(path: Path, entries: dict[str, Any]) -> None:
     """Write a record whole or not at all, so that a full disk costs no earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -87,6 +87,8 @@ def test_what_cannot_be_is_said(prose: Prose) -> None:
             Needle(prose, length).batch(1, seed=0)
     with pytest.raises(ValueError, match="no words to make keys of"):
         Prose("12. 34.", coder())
+    with pytest.raises(ValueError, match="no words to make keys of"):
+        Prose("", coder())
 
 
 def test_a_table_a_map_and_a_record(tmp_path: Path) -> None:
@@ -107,6 +109,11 @@ def test_a_table_a_map_and_a_record(tmp_path: Path) -> None:
     assert len({cell["state_bytes"] for cell in record["cells"]}) == 1
     assert all(cell["loss"] > 0 for cell in record["cells"])
     assert (tmp_path / "out" / "needle.png").stat().st_size > 1000
+    for bad in (0, 9000):
+        with pytest.raises(ValueError, match=f"length {bad} leaves"):
+            run(tmp_path, text, lengths=(500, bad), out=tmp_path / "none", **how)
+    with pytest.raises(ValueError, match="out must be a folder to write to"):
+        run(tmp_path, text, lengths=(500,), out=text[0], **how)
     with pytest.raises(ValueError, match="at least 2 depths"):
         run(tmp_path, text, lengths=(500,), out=tmp_path, **(how | {"depths": 1}))
     EchoLM(small_config("echo-50m")).save_pretrained(tmp_path)

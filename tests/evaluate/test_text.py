@@ -167,3 +167,17 @@ def test_another_tokenizer_is_noticed(shards: TokenShards, model: EchoLM) -> Non
         text_loss(small, TextSource(shards, LENGTH))
     with pytest.raises(ValueError, match="first must be at least 1, got 0"):
         text_loss(model, TextSource(shards, LENGTH), first=0)
+
+
+def test_where_nothing_can_be_written_is_said_first(
+    shards: TokenShards, model: EchoLM, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path)
+    how: dict[str, Any] = dict(length=LENGTH, windows="running", first=None, device="cpu")
+    console = Console(file=io.StringIO())
+    with pytest.raises(ValueError, match="out must be a file to write, got the folder"):
+        run(tmp_path, shards.folder, out=tmp_path, console=console, **how)
+    inside = tmp_path / "config.json" / "found.json"
+    with pytest.raises(ValueError, match="out must be a folder to write to"):
+        run(tmp_path, shards.folder, out=inside, console=console, **how)
+    assert not console.file.getvalue()

@@ -14,7 +14,7 @@ from echo_lm.analysis.show import draw_layer, draw_spectra, record, remarks, tab
 from echo_lm.info import describe_mixers
 from echo_lm.model.lm import EchoLM
 from echo_lm.ops.backends import pick_device
-from echo_lm.results import circumstances, write_json
+from echo_lm.results import circumstances, writable_folder, write_json
 from echo_lm.tasks import parse_settings
 
 RECORD = "analysis.json"
@@ -44,6 +44,7 @@ def run(
             f"{describe_mixers(model.config)}."
         )
     material = choose(task, text, tokenizer, tokens, rows, seed, model.config.vocab_size)
+    writable_folder(out)
     console.print(f"{checkpoint}, {model.num_parameters():,} parameters, reads {material.told}.")
     taken = circumstances()
     readings = read_layers(model, material.tokens.to(model.embedding.weight.device))

@@ -13,7 +13,7 @@ from echo_lm.data.source import Windows
 from echo_lm.evaluate.text import Share, TextLoss, text_loss
 from echo_lm.model.lm import EchoLM
 from echo_lm.ops.backends import pick_device
-from echo_lm.results import circumstances, write_json
+from echo_lm.results import circumstances, writable_file, write_json
 
 
 def run(
@@ -29,6 +29,7 @@ def run(
 ) -> TextLoss:
     """Read, show, and write down if asked to."""
     console = console or Console()
+    out = out and writable_file(out)
     source = TextSource(TokenShards(tokens), length, windows=windows)
     taken = circumstances()
     model = EchoLM.from_pretrained(checkpoint, device=pick_device(device))

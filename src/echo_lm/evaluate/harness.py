@@ -17,7 +17,7 @@ from echo_lm.data.manifest import TOKENIZER_FILE
 from echo_lm.evaluate.local import local_tasks
 from echo_lm.extras import need
 from echo_lm.ops.backends import pick_device
-from echo_lm.results import circumstances, write_json
+from echo_lm.results import circumstances, writable_file, write_json
 
 NOT_ASKED = -1
 """What a task of several lengths says of those it was not asked for."""
@@ -54,6 +54,7 @@ def run(
 ) -> None:
     """Score, show, write down."""
     console = console or Console()
+    out = out and writable_file(out)
     taken = circumstances()
     found = score(checkpoint, tasks, data, tokenizer, separator, conditions, device)
     console.print(table_of(found["results"], found["n-samples"]))

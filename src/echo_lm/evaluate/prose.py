@@ -21,7 +21,7 @@ from echo_lm.model.lm import EchoLM
 from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.ops.backends import pick_device
 from echo_lm.plots import figure
-from echo_lm.results import circumstances, write_json
+from echo_lm.results import circumstances, writable_folder, write_json
 from echo_lm.tasks.base import Batch, Split
 
 RECORD = "needle.json"
@@ -45,15 +45,15 @@ class Prose:
 
     def __init__(self, text: str, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.words = sorted(set(KEY_WORD.findall(text)))
+        """What keys are made of."""
+        if len(self.words) < 2:
+            raise ValueError("The text has no words to make keys of; give one in small letters.")
         sentences = [f" {one}" for one in re.split(r"(?<=[.!?])\s+", text) if one]
         encoded = tokenizer.encode_batch_fast(sentences, add_special_tokens=False)
         self.tokens = np.concatenate([np.array(one.ids, dtype=np.int64) for one in encoded])
         self.starts = np.cumsum([0, *(len(one.ids) for one in encoded)])[:-1]
         """Where sentences begin."""
-        self.words = sorted(set(KEY_WORD.findall(text)))
-        """What keys are made of."""
-        if len(self.words) < 2:
-            raise ValueError("The text has no words to make keys of; give one in small letters.")
 
     @classmethod
     def of(cls, files: Sequence[Path], tokenizer: Any) -> Prose:
@@ -151,11 +151,15 @@ def run(
             f"Give a text, a length, at least 2 depths and 1 row; got {len(text)} files, "
             f"{len(lengths)} lengths, {depths} depths and {rows} rows."
         )
+    writable_folder(out)
     console = console or Console()
     taken = circumstances()
     model = EchoLM.from_pretrained(checkpoint, device=pick_device(device))
     coder = tokenizer_of(checkpoint, tokenizer, model.config.vocab_size)
     prose = Prose.of(text, coder)
+    for length in lengths:
+        # Whether it fits is said before hours of reading.
+        Needle(prose, length).batch(rows, seed=seed, split="test")
     places = [i / (depths - 1) for i in range(depths)]
     cells = {
         (length, depth): recall(
