@@ -174,6 +174,28 @@ def test_what_is_wrong_is_said(folder: Path, tmp_path: Path) -> None:
         score(tmp_path, ["piqa"], tokenizer=folder / "tokenizer.json")
 
 
+def test_an_answer_that_does_not_fit_is_said(folder: Path) -> None:
+    short = Conditions(limit=1, max_length=2)
+    with pytest.raises(ValueError, match="more than 2 tokens needs a larger max_length"):
+        score(folder, ["piqa"], folder / "sets", conditions=short)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "said"),
+    [
+        ({"limit": 0}, "limit must be a whole number from 1 on, got 0"),
+        ({"batch": 0}, "batch must be a whole number from 1 on, got 0"),
+        ({"shots": -1}, "shots must be a whole number from 0 on, got -1"),
+        ({"max_length": 0}, "max_length must be a whole number from 2 on, got 0"),
+        ({"lengths": ("1024", "4096")}, "length 4096 do not fit into max_length 2048"),
+        ({"lengths": ("4k",)}, "length 4k do not fit into max_length 2048"),
+    ],
+)
+def test_conditions_that_make_no_sense(conditions: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Conditions(**conditions)
+
+
 def test_lengths_as_each_task_reads_them() -> None:
     assert spelled(()) == {}
     assert spelled(("4096", "8192")) == {"max_seq_lengths": [4096, 8192]}

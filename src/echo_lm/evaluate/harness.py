@@ -18,6 +18,7 @@ from echo_lm.evaluate.local import local_tasks
 from echo_lm.extras import need
 from echo_lm.ops.backends import pick_device
 from echo_lm.results import circumstances, writable_file, write_json
+from echo_lm.settings import whole
 
 NOT_ASKED = -1
 """What a task of several lengths says of those it was not asked for."""
@@ -38,6 +39,20 @@ class Conditions:
     batch: int = 8
     dtype: str = "auto"
     """Of the weights; that of the file if "auto"."""
+
+    def __post_init__(self) -> None:
+        whole(self, "batch")
+        whole(self, "max_length", least=2)
+        if self.limit is not None:
+            whole(self, "limit")
+        if self.shots is not None:
+            whole(self, "shots", least=0)
+        for length in self.lengths:
+            if tokens_of(length) > self.max_length:
+                raise ValueError(
+                    f"Texts of length {length} do not fit into max_length {self.max_length}, and "
+                    "their beginning would be left out; choose a larger one."
+                )
 
 
 def run(
@@ -111,10 +126,21 @@ def score(
                 limit=how.limit,
                 log_samples=False,
             )
+        except AssertionError as error:
+            raise ValueError(
+                "lm-eval does not take a question as it is; an answer of more than "
+                f"{how.max_length} tokens needs a larger max_length."
+            ) from error
         except ConnectionError as error:
             raise ValueError(
                 f"lm-eval could not fetch its questions: {error}; with --data they come from files."
             ) from None
+
+
+def tokens_of(length: str) -> int:
+    """About how many a length such as 4096 or 4k stands for; 0 if it does not say."""
+    number = length.removesuffix("k")
+    return int(number) * (1 if number == length else 1024) if number.isdecimal() else 0
 
 
 @cache
