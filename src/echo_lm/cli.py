@@ -185,8 +185,8 @@ def analyze(
     Args:
         checkpoint: The folder of a model, such as a step-* that training has left.
         task: Read test examples of a task, such as mqar pairs=8.
-        text: Read the beginning of this file.
-        tokenizer: The tokenizer.json of the model, for a text.
+        text: Read the beginning of this file, also with .xz or .gz.
+        tokenizer: The tokenizer.json of the model, for a text; it may also lie beside it.
         tokens: How much of a text to read, or of random tokens.
         rows: How many examples, or sequences of random tokens.
         seed: Of the examples or random tokens.

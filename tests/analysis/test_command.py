@@ -113,6 +113,10 @@ def test_a_text_through_its_tokenizer(tmp_path: Path) -> None:
         checkpoint, tmp_path / "out", text=text, tokenizer=tokenizer, tokens=50
     )
     assert "the first 50 tokens of text.txt" in shown
+    beside = checkpoint / "tokenizer.json"
+    tokenizer.rename(beside)
+    _, again = analysed(checkpoint, tmp_path / "out", text=text, tokens=50)
+    assert again["layers"] == written["layers"]
     assert "It is silent" in shown
     (layer,) = written["layers"]
     assert layer["tokens read"] == [16, 32, 48]
@@ -141,7 +145,7 @@ def test_too_few_tokens_for_a_chunk(tmp_path: Path) -> None:
         ({"task": ("recall",)}, "There is no task 'recall'"),
         ({"task": ("mqar", "pairs")}, "A setting is written like"),
         ({"task": ("mqar",)}, "The task 'mqar' has 128 symbols, this model only 25"),
-        ({"text": "text.txt"}, "A text is read through the tokenizer of the model"),
+        ({"text": "text.txt"}, "There is no tokenizer at "),
         ({"tokenizer": "good.json"}, "--tokenizer is for a text"),
         ({"text": "text.txt", "tokenizer": "none.json"}, "There is no tokenizer "),
         ({"text": "text.txt", "tokenizer": "text.txt"}, "text.txt is not a tokenizer.json"),

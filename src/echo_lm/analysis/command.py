@@ -11,6 +11,7 @@ from rich.console import Console
 from echo_lm.analysis.material import Material, at_random, of_task, of_text
 from echo_lm.analysis.model import read_layers, ska_layers
 from echo_lm.analysis.show import draw_layer, draw_spectra, record, remarks, table_of
+from echo_lm.data.tokenise import tokenizer_of
 from echo_lm.info import describe_mixers
 from echo_lm.model.lm import EchoLM
 from echo_lm.ops.backends import pick_device
@@ -43,7 +44,8 @@ def run(
             f"{checkpoint} has no SKA layer to look at; its blocks are "
             f"{describe_mixers(model.config)}."
         )
-    material = choose(task, text, tokenizer, tokens, rows, seed, model.config.vocab_size)
+    size = model.config.vocab_size
+    material = choose(checkpoint, task, text, tokenizer, tokens, rows, seed, size)
     writable_folder(out)
     console.print(f"{checkpoint}, {model.num_parameters():,} parameters, reads {material.told}.")
     taken = circumstances()
@@ -68,6 +70,7 @@ def run(
 
 
 def choose(
+    checkpoint: Path,
     task: Sequence[str],
     text: Path | None,
     tokenizer: Path | None,
@@ -82,7 +85,7 @@ def choose(
     if tokenizer is not None and text is None:
         raise ValueError("--tokenizer is for a text: give --text FILE too.")
     if text is not None:
-        return of_text(text, tokenizer, length=tokens, vocab_size=vocab_size)
+        return of_text(text, tokenizer_of(checkpoint, tokenizer, vocab_size), length=tokens)
     if task:
         name, *settings = task
         return of_task(name, parse_settings(settings), rows=rows, seed=seed, vocab_size=vocab_size)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from echo_lm.data.tokenise import load_tokenizer
+from echo_lm.evaluate.local import read_text
 from echo_lm.tasks import find
 
 
@@ -41,20 +41,8 @@ def of_task(
     return Material(told, batch.tokens, {name: kind for name, kind in kinds.items() if kind.any()})
 
 
-def of_text(path: Path, tokenizer: Path | None, *, length: int, vocab_size: int) -> Material:
+def of_text(path: Path, encoder: Any, *, length: int) -> Material:
     """The beginning of a text, in the tokens of the model."""
-    if tokenizer is None:
-        raise ValueError(
-            "A text is read through the tokenizer of the model: give --tokenizer FILE, a "
-            "tokenizer.json."
-        )
-    encoder = load_tokenizer(tokenizer)
-    size = encoder.get_vocab_size()
-    if size > vocab_size:
-        raise ValueError(
-            f"{tokenizer} has {size:,} tokens, this model {vocab_size:,}: it is the tokenizer of "
-            "another model."
-        )
     tokens = torch.tensor([encoder.encode(read_text(path), add_special_tokens=False).ids[:length]])
     if tokens.numel() == 0:
         raise ValueError(f"{path} holds no text.")
@@ -68,10 +56,3 @@ def at_random(*, rows: int, length: int, seed: int, vocab_size: int) -> Material
     tokens = torch.randint(vocab_size, (rows, length), generator=source)
     told = f"{rows} sequences of {length:,} random tokens"
     return Material(told, tokens, {"tokens": torch.ones_like(tokens, dtype=torch.bool)})
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as text: {error}.") from None
