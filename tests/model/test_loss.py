@@ -73,6 +73,14 @@ def test_a_loss_of_nothing_is_nothing_and_moves_nothing() -> None:
             assert not gradient.any()
 
 
+def test_a_second_derivative_is_refused_not_wrong() -> None:
+    x, head, labels = parts()
+    loss = next_token_loss_in_pieces(x, head, labels).square()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
 class LargestTensor(TorchDispatchMode):
     """The most numbers a tensor held."""
 

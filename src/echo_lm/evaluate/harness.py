@@ -126,11 +126,11 @@ def score(
                 limit=how.limit,
                 log_samples=False,
             )
-        except AssertionError as error:
+        except AssertionError:
             raise ValueError(
                 "lm-eval does not take a question as it is; an answer of more than "
                 f"{how.max_length} tokens needs a larger max_length."
-            ) from error
+            ) from None
         except ConnectionError as error:
             raise ValueError(
                 f"lm-eval could not fetch its questions: {error}; with --data they come from files."
