@@ -142,6 +142,7 @@ def reproduce(
     out: Path = Path("results"),
     device: str = "auto",
     share: str = "1/1",
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SETTING=VALUE ...")] = (),
     list: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Run an experiment of the paper, or one of ours: records, a table, a figure.
@@ -155,6 +156,7 @@ def reproduce(
         out: The folder for OUT/NAME/SCALE.
         device: Where to run, such as cuda or cpu; a GPU if there is one.
         share: Only a part, such as 2/4 for the second of four processes.
+        only: Only cells with these settings, such as gap=64 gap=256 model=SSM.
         list: Only list the experiments.
     """
     from echo_lm.experiments.command import list_experiments, run
@@ -162,7 +164,7 @@ def reproduce(
     if name is None or list:
         list_experiments()
     else:
-        run(name, scale=scale, seeds=seeds, out=out, device=device, share=share)
+        run(name, scale=scale, seeds=seeds, out=out, device=device, share=share, only=only)
 
 
 @app.command

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from echo_lm.experiments import base
 from echo_lm.experiments.base import Experiment, Finished, Table, Workbench
-from echo_lm.experiments.runner import parse_share, reproduce
+from echo_lm.experiments.runner import choose, parse_share, reproduce
 from echo_lm.plots import figure, line
 
 
@@ -93,6 +93,28 @@ def test_shares_are_disjoint_and_say_what_is_missing(tmp_path: Path) -> None:
     assert not set(first.runs) & set(second.runs)
     assert len(first.runs + second.runs) == 8
     assert "have not run" not in (folder / "README.md").read_text()
+
+
+def test_only_some_cells_run_and_the_report_says_what_is_missing(tmp_path: Path) -> None:
+    experiment = Squares()
+    folder = go(experiment, tmp_path, only=["x=1", "x=3"])
+    assert sorted(experiment.runs) == [(x, seed) for x in (1, 3) for seed in range(2)]
+    assert "**4 of 8 have not run yet.**" in (folder / "README.md").read_text()
+
+
+def test_settings_of_different_names_must_all_fit() -> None:
+    cells = [{"x": x, "y": y} for x in (1, 2) for y in ("a", "b")]
+    assert choose(cells, ["x=2", "y=a"]) == [{"x": 2, "y": "a"}]
+    assert choose(cells, []) == cells
+
+
+@pytest.mark.parametrize(
+    ("only", "said"),
+    [("z=1", "No cell has a setting 'z'; there are x"), ("x=9", "No cell has x=9; x is one of 0")],
+)
+def test_refuses_cells_that_there_are_none_of(only: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        go(Squares(), tmp_path, only=[only])
 
 
 def test_refuses_cells_of_another_protocol(tmp_path: Path) -> None:

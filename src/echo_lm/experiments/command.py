@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,16 @@ def list_experiments(console: Console | None = None) -> None:
     (console or Console()).print(table)
 
 
-def run(name: str, *, scale: Scale, seeds: int, out: Path, device: str, share: str) -> None:
+def run(
+    name: str,
+    *,
+    scale: Scale,
+    seeds: int,
+    out: Path,
+    device: str,
+    share: str,
+    only: Sequence[str],
+) -> None:
     """Run what is missing of an experiment."""
     reproduce(
         find(name),
@@ -31,5 +41,6 @@ def run(name: str, *, scale: Scale, seeds: int, out: Path, device: str, share: s
         out=out,
         device=pick_device(device),
         share=share,
+        only=only,
         console=Console(),
     )

@@ -27,22 +27,26 @@ def reproduce(
     out: Path,
     device: str,
     share: str = "1/1",
+    only: Sequence[str] = (),
     console: Console,
 ) -> Path:
     """Run what is missing and write `out/NAME/SCALE`: a JSON file for each cell, tables, a figure.
 
     Each cell is kept as soon as it is done, so that an interrupted call goes on where it stopped.
-    `share="2/4"` runs every fourth cell from the second on, for several processes or machines.
+    `share="2/4"` runs every fourth cell from the second on, for several processes or machines;
+    `only=["model=SSM", "gap=64", "gap=256"]` those with one of the values given of each setting.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}.")
     part, parts = parse_share(share)
     folder = out / experiment.name / scale
-    wanted = [(settings, seed) for seed in range(seeds) for settings in experiment.cells(scale)]
+    cells = experiment.cells(scale)
+    chosen = choose(cells, only)
+    wanted = [(settings, seed) for seed in range(seeds) for settings in cells]
     missing = [
         (settings, seed)
         for settings, seed in wanted[part - 1 :: parts]
-        if not is_done(experiment, scale, settings, seed, folder)
+        if settings in chosen and not is_done(experiment, scale, settings, seed, folder)
     ]
     console.print(
         f"[bold]{experiment.name}[/bold]: {experiment.title} ({experiment.source}). "
@@ -62,6 +66,21 @@ def parse_share(share: str) -> tuple[int, int]:
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
         raise ValueError(f'share must be like "2/4", the second of four; got {share!r}.')
     return int(part), int(parts)
+
+
+def choose(cells: Sequence[Settings], only: Sequence[str]) -> list[Settings]:
+    """The cells that have, of every setting named, one of the values given."""
+    known = {name: {str(cell.get(name)) for cell in cells} for cell in cells for name in cell}
+    values: dict[str, set[str]] = {}
+    for word in only:
+        name, _, value = word.partition("=")
+        if name not in known:
+            raise ValueError(f"No cell has a setting {name!r}; there are {', '.join(known)}.")
+        if value not in known[name]:
+            there = ", ".join(sorted(known[name]))
+            raise ValueError(f"No cell has {name}={value}; {name} is one of {there}.")
+        values.setdefault(name, set()).add(value)
+    return [c for c in cells if all(str(c.get(name)) in values[name] for name in values)]
 
 
 def cell_name(settings: Settings, seed: int) -> str:
