@@ -72,7 +72,15 @@ def test_importing_costs_little_beyond_torch() -> None:
 
 
 def test_public_names_are_there() -> None:
-    assert {"EchoConfig", "EchoLM", "EchoState", "SKAState", "ska", "debug"} <= set(dir(echo_lm))
+    assert {
+        "EchoConfig",
+        "EchoLM",
+        "EchoState",
+        "SKAState",
+        "ska",
+        "debug",
+        "load_tokenizer",
+    } <= set(dir(echo_lm))
     assert all(getattr(echo_lm, name) is not None for name in dir(echo_lm))
 
 

@@ -202,6 +202,22 @@ def started(*words: str) -> subprocess.Popen[str]:
     )
 
 
+def test_a_prompt_alone_is_for_the_model_in_the_box(folder: Path) -> None:
+    assert speak.split_words(["The river"]) == (Path("echo-tiny"), "The river")
+    assert speak.split_words([str(folder), "The river"]) == (folder, "The river")
+
+
+@pytest.mark.parametrize("words", [[], ["a", "b", "c"]])
+def test_words_that_are_no_prompt_are_counted(words: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"a prompt in quotes; got {len(words)} words"):
+        speak.split_words(words)
+
+
+def test_a_model_without_a_prompt_is_not_read_as_one(folder: Path) -> None:
+    with pytest.raises(ValueError, match='is a model: give it a prompt too, or "" for none'):
+        speak.split_words([str(folder)])
+
+
 def test_who_stops_reading_ends_it_in_silence(folder: Path) -> None:
     """As head does."""
     with started("generate", str(folder), "The river", "--max-new-tokens", "100000") as running:

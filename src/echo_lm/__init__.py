@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from echo_lm._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from echo_lm.data.tokenise import load_tokenizer as load_tokenizer
     from echo_lm.model.config import EchoConfig as EchoConfig
     from echo_lm.model.lm import EchoLM as EchoLM
     from echo_lm.model.state import EchoState as EchoState
@@ -22,6 +23,7 @@ __getattr__, __dir__ = lazy_names(
         "EchoState": "echo_lm.model.state",
         "SKAState": "echo_lm.ops",
         "debug": "echo_lm.ops",
+        "load_tokenizer": "echo_lm.data.tokenise",
         "ska": "echo_lm.ops",
     },
 )

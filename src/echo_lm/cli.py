@@ -113,7 +113,7 @@ def held_out(
     """What held-out text costs a model: by source, by place, and where rare tokens come again.
 
     Args:
-        checkpoint: The folder of a model, such as a step-* that training has left.
+        checkpoint: The folder of a model, such as a step-* that training has left, or echo-tiny.
         tokens: A folder that echo-lm data prepare made.
         length: Tokens of a window.
         windows: One after the other through all the text, or each document apart.
@@ -185,7 +185,7 @@ def analyze(
     tokens.
 
     Args:
-        checkpoint: The folder of a model, such as a step-* that training has left.
+        checkpoint: The folder of a model, such as a step-* that training has left, or echo-tiny.
         task: Read test examples of a task, such as mqar pairs=8.
         text: Read the beginning of this file, also with .xz or .gz.
         tokenizer: The tokenizer.json of the model, for a text; it may also lie beside it.
@@ -212,8 +212,9 @@ def analyze(
 
 @app.command
 def generate(
-    checkpoint: Annotated[Path, tyro.conf.Positional],
-    prompt: Annotated[str, tyro.conf.Positional] = "",
+    words: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT] PROMPT")
+    ] = (),
     tokenizer: Path | None = None,
     state: Path | None = None,
     max_new_tokens: int = 200,
@@ -227,9 +228,12 @@ def generate(
 ) -> None:
     """Go on with a text, token by token; with --state a later call goes on from its memory.
 
+        echo-lm generate "The river"
+        echo-lm generate runs/laptop/step-00001000 "The river" --state memory.safetensors
+
     Args:
-        checkpoint: The folder of a model.
-        prompt: How the text begins, or "-" for what comes in.
+        words: The folder of a model, or its name if it comes with the package (echo-tiny if none
+            is given), and how the text begins, or "-" for what comes in.
         tokenizer: The tokenizer.json of the model; it may also lie beside it.
         state: A file that keeps what was read and written, and is read first if it is there.
         max_new_tokens: How much to write at most.
@@ -241,8 +245,9 @@ def generate(
         seed: Of the choices.
         device: Where to run, such as cuda or cpu; a GPU if there is one.
     """
-    from echo_lm.speak import run
+    from echo_lm.speak import run, split_words
 
+    checkpoint, prompt = split_words(words)
     run(
         checkpoint,
         sys.stdin.read() if prompt == "-" else prompt,
@@ -259,6 +264,26 @@ def generate(
             "repetition_penalty": repetition_penalty,
         },
     )
+
+
+@app.command
+def export(
+    checkpoint: Annotated[Path, tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.Positional],
+    dtype: Literal["same", "float32", "bfloat16", "float16"] = "same",
+) -> None:
+    """Write a checkpoint as a model to pass on: configuration, weights, tokenizer, nothing else.
+
+    Args:
+        checkpoint: The folder of a model, such as a step-* that training has left.
+        out: A folder that is empty or new.
+        dtype: Of the weights.
+    """
+    import torch
+
+    from echo_lm.export import run
+
+    run(checkpoint, out, dtype=None if dtype == "same" else getattr(torch, dtype))
 
 
 @app.command(name="eval")
@@ -285,7 +310,7 @@ def evaluate(
     .xz or .gz.
 
     Args:
-        checkpoint: The folder of a model.
+        checkpoint: The folder of a model, or echo-tiny, which comes with the package.
         tasks: What to score it on.
         data: A folder of files; without it lm-eval fetches what it needs.
         tokenizer: The tokenizer.json of the model; it may also lie beside it.
@@ -330,7 +355,7 @@ def needle(
     A table is shown, a heat map and a JSON file written.
 
     Args:
-        checkpoint: The folder of a model.
+        checkpoint: The folder of a model, or echo-tiny, which comes with the package.
         text: Files of prose, also .jsonl with a text in each line, and with .xz or .gz.
         tokenizer: The tokenizer.json of the model; it may also lie beside it.
         lengths: How many tokens to read.

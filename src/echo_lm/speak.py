@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,12 +13,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from echo_lm.data.tokenise import tokenizer_of
-from echo_lm.extras import need
+from echo_lm.model.boxed import DEFAULT, model_folder
 from echo_lm.model.generate import GenerationOptions, read
 from echo_lm.model.lm import EchoLM
-from echo_lm.model.pretrained import WEIGHTS_FILE
+from echo_lm.model.pretrained import CONFIG_FILE, WEIGHTS_FILE
 from echo_lm.model.state import EchoState
-from echo_lm.ops.backends import pick_device
+from echo_lm.ops.backends import pick_device, weights_dtype
 
 AT_ONCE = 4096
 """Tokens of a prompt that are read at once, so that a long one takes no more memory."""
@@ -41,11 +41,12 @@ def run(
     if temperature < 0:
         raise ValueError(f"temperature must be 0 or more, got {temperature}.")
     out = sys.stdout if out is None else out
-    model = EchoLM.from_pretrained(checkpoint, device=pick_device(device)).eval()
+    place = pick_device(device)
+    model = EchoLM.from_pretrained(checkpoint, device=place, dtype=weights_dtype(place)).eval()
     coder = Coder(tokenizer_of(checkpoint, tokenizer, model.config.vocab_size), separator)
     digest, memory = "", None
     if state is not None:
-        digest = digest_of(checkpoint / WEIGHTS_FILE)
+        digest = digest_of(model_folder(checkpoint) / WEIGHTS_FILE)
         memory = recollect(state, model, digest)
     ids = coder.encode(prompt, new=memory is None)
     if not ids:
@@ -62,6 +63,19 @@ def run(
     out.write("\n")
     if state is not None:
         writing.memory().save(state, of=digest)
+
+
+def split_words(words: Sequence[str]) -> tuple[Path, str]:
+    """`[CHECKPOINT] PROMPT`; without the former a model from the box goes on."""
+    if len(words) == 2:
+        return Path(words[0]), words[1]
+    if len(words) == 1 and not (Path(words[0]) / CONFIG_FILE).is_file():
+        return Path(DEFAULT), words[0]
+    if len(words) == 1:
+        raise ValueError(f'{words[0]} is a model: give it a prompt too, or "" for none.')
+    raise ValueError(
+        f"Give a prompt, or the folder of a model and a prompt in quotes; got {len(words)} words."
+    )
 
 
 class Coder:
@@ -85,7 +99,9 @@ class Coder:
 
     def decode(self, before: list[int], ids: Iterator[int]) -> Iterator[str]:
         """What each token adds, once its characters are whole."""
-        stream = need("tokenizers.decoders", "data").DecodeStream(skip_special_tokens=True)
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
         for known in before:
             stream.step(self.tokenizer, known)
         for token in ids:

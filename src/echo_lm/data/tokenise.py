@@ -21,16 +21,23 @@ from numpy import ndarray
 
 from echo_lm.data.inputs import Fields, Piece
 from echo_lm.data.manifest import TOKENIZER_FILE
-from echo_lm.extras import need
+from echo_lm.model.boxed import boxed, model_folder
 
 
-def load_tokenizer(path: Path) -> Any:
-    """A tokenizer.json as it is to be used on text: nothing added, nothing cut off."""
-    tokenizers = need("tokenizers", "data")
+def load_tokenizer(place: str | Path) -> Any:
+    """A `tokenizers.Tokenizer` as it is to be used on text: nothing added, nothing cut off.
+
+    `place` is a tokenizer.json, or the model it lies beside, by its folder or its name.
+    """
+    from tokenizers import Tokenizer
+
+    path = Path(place)
+    if path.is_dir() or str(place) in boxed():
+        path = model_folder(place) / TOKENIZER_FILE
     if not path.is_file():
         raise ValueError(f"There is no tokenizer at {path}.")
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     # tokenizers raises nothing more special.
     except Exception as error:
         raise ValueError(f"{path} is not a tokenizer.json: {error}.") from None
@@ -43,12 +50,12 @@ def load_tokenizer(path: Path) -> Any:
 
 def tokenizer_of(checkpoint: Path, given: Path | None, vocab_size: int) -> Any:
     """That of a model: the one given, or the one beside its weights."""
-    path = given or checkpoint / TOKENIZER_FILE
-    tokenizer = load_tokenizer(path)
+    place = given or checkpoint
+    tokenizer = load_tokenizer(place)
     size = tokenizer.get_vocab_size()
     if size > vocab_size:
         raise ValueError(
-            f"{path} has {size:,} tokens, this model {vocab_size:,}: it is the tokenizer of "
+            f"{place} has {size:,} tokens, this model {vocab_size:,}: it is the tokenizer of "
             "another model."
         )
     return tokenizer

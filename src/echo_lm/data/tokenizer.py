@@ -9,7 +9,6 @@ from rich.console import Console
 
 from echo_lm.data.inputs import SEPARATOR, Dataset, Fields, Input, open_inputs
 from echo_lm.data.whole import write_whole
-from echo_lm.extras import need
 
 LEAST = 257
 """Every byte, and the separator."""
@@ -43,7 +42,8 @@ def train_tokenizer(
     inputs = open_inputs(files) + ([dataset] if dataset else [])
     if not inputs:
         raise ValueError("There is nothing to learn from: name files, or a dataset.")
-    tokenizers = need("tokenizers", "data")
+    import tokenizers
+
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -12,7 +12,7 @@ from echo_lm.data import TextSource, TokenShards
 from echo_lm.data.source import Windows
 from echo_lm.evaluate.text import Share, TextLoss, text_loss
 from echo_lm.model.lm import EchoLM
-from echo_lm.ops.backends import pick_device
+from echo_lm.ops.backends import pick_device, weights_dtype
 from echo_lm.results import circumstances, writable_file, write_json
 
 
@@ -32,7 +32,8 @@ def run(
     out = out and writable_file(out)
     source = TextSource(TokenShards(tokens), length, windows=windows)
     taken = circumstances()
-    model = EchoLM.from_pretrained(checkpoint, device=pick_device(device))
+    place = pick_device(device)
+    model = EchoLM.from_pretrained(checkpoint, device=place, dtype=weights_dtype(place))
     found = text_loss(model, source, first=first)
     console.print(
         f"{found.loss:.4f} nats a token, {found.bits_per_byte:.4f} bits a byte, over "

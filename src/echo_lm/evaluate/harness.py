@@ -16,6 +16,7 @@ from rich.table import Table
 from echo_lm.data.manifest import TOKENIZER_FILE
 from echo_lm.evaluate.local import local_tasks
 from echo_lm.extras import need
+from echo_lm.model.boxed import model_folder
 from echo_lm.ops.backends import pick_device
 from echo_lm.results import circumstances, writable_file, write_json
 from echo_lm.settings import whole
@@ -105,8 +106,9 @@ def score(
     harness = need("lm_eval", "eval")
     known = task_manager().task_index
     check_names(tasks, known)
-    coder = load_tokenizer(tokenizer or checkpoint / TOKENIZER_FILE, separator)
-    model = load(checkpoint, coder, how, pick_device(device))
+    folder_of_model = model_folder(checkpoint)
+    coder = load_tokenizer(tokenizer or folder_of_model / TOKENIZER_FILE, separator)
+    model = load(folder_of_model, coder, how, pick_device(device))
     with TemporaryDirectory() as folder:
         chosen, manager = list(tasks), task_manager()
         if data is not None:
@@ -188,8 +190,6 @@ def load_tokenizer(path: Path, separator: str) -> Any:
 def load(checkpoint: Path, coder: Any, how: Conditions, device: str) -> Any:
     """The checkpoint as lm-eval takes every model of transformers."""
     import_module("echo_lm.hf")
-    if not checkpoint.is_dir():
-        raise ValueError(f"There is no model directory at {checkpoint}.")
     auto = need("transformers", "hf").AutoModelForCausalLM
     model = auto.from_pretrained(checkpoint, dtype=how.dtype).to(device).eval()
     size, most = model.config.vocab_size, len(coder)

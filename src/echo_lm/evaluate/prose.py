@@ -19,7 +19,7 @@ from echo_lm.evaluate.local import read_rows, read_text
 from echo_lm.evaluate.recall import Recall, recall
 from echo_lm.model.lm import EchoLM
 from echo_lm.model.loss import IGNORED_LABEL
-from echo_lm.ops.backends import pick_device
+from echo_lm.ops.backends import pick_device, weights_dtype
 from echo_lm.plots import figure
 from echo_lm.results import circumstances, writable_folder, write_json
 from echo_lm.tasks.base import Batch, Split
@@ -154,7 +154,8 @@ def run(
     writable_folder(out)
     console = console or Console()
     taken = circumstances()
-    model = EchoLM.from_pretrained(checkpoint, device=pick_device(device))
+    place = pick_device(device)
+    model = EchoLM.from_pretrained(checkpoint, device=place, dtype=weights_dtype(place))
     coder = tokenizer_of(checkpoint, tokenizer, model.config.vocab_size)
     prose = Prose.of(text, coder)
     for length in lengths:

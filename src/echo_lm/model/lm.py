@@ -283,7 +283,7 @@ class EchoLM(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> EchoLM:
-        """Read a model written by `save_pretrained`."""
+        """Read a model written by `save_pretrained`, or one of the box by its name: "echo-tiny"."""
         return load_pretrained(cls, directory, device=device, dtype=dtype)
 
     def _check(

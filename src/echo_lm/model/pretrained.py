@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from echo_lm.model.boxed import model_folder
 from echo_lm.model.config import EchoConfig
 
 if TYPE_CHECKING:
@@ -45,9 +46,7 @@ def load_pretrained(
     device: torch.device | str,
     dtype: torch.dtype | None,
 ) -> EchoLM:
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise ValueError(f"There is no model directory at {directory}.")
+    directory = model_folder(directory)
     config = EchoConfig.load(directory / CONFIG_FILE)
     weights = _read_weights(directory / WEIGHTS_FILE)
     model = cls(config)

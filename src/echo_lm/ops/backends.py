@@ -144,6 +144,11 @@ def product_dtype(device: torch.device | str, precision: Precision = "auto") -> 
     return torch.bfloat16 if narrow else torch.float32
 
 
+def weights_dtype(device: torch.device | str) -> torch.dtype | None:
+    """What weights are best held in: fp32 on a CPU, where less is not faster; else as they are."""
+    return torch.float32 if torch.device(device).type == "cpu" else None
+
+
 def autocast(device: torch.device | str, precision: Precision = "auto") -> torch.autocast:
     """Products in that precision within it."""
     narrow = product_dtype(device, precision) == torch.bfloat16
