@@ -60,6 +60,11 @@ def writable_file(out: Path) -> Path:
     return writable_folder(out.parent) / out.name
 
 
+def rounded(value: float) -> float:
+    """Four digits: curves are for reading."""
+    return float(f"{value:.4g}")
+
+
 def write_json(path: Path, entries: dict[str, Any]) -> None:
     """Write a record whole or not at all, so that a full disk costs no earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True)

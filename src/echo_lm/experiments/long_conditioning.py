@@ -26,7 +26,6 @@ from echo_lm.experiments.base import (
 from echo_lm.experiments.training import (
     HEALTH_POINTS,
     fit,
-    rounded,
     thin,
     training_curves,
 )
@@ -35,6 +34,7 @@ from echo_lm.model.config import EchoConfig, Mamba2Config, SKAConfig
 from echo_lm.model.lm import EchoLM
 from echo_lm.ops.backends import autocast
 from echo_lm.plots import band, figure
+from echo_lm.results import rounded
 from echo_lm.tasks import Batch
 from echo_lm.train import Diverged, History, Record
 from echo_lm.train.history import records_until

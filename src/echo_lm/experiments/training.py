@@ -17,6 +17,7 @@ from echo_lm.evaluate.recall import Source, recall
 from echo_lm.experiments.base import Finished, Settings, Workbench, over_seeds
 from echo_lm.model.config import EchoConfig
 from echo_lm.model.lm import EchoLM
+from echo_lm.results import rounded
 from echo_lm.tasks.base import Task
 from echo_lm.train import History, TrainConfig, train
 
@@ -197,8 +198,3 @@ def spans(items: Sequence[T], most: int) -> list[Sequence[T]]:
 def thin(items: Sequence[T], most: int) -> list[T]:
     """At most so many, evenly spread, the last one among them."""
     return [span[-1] for span in spans(items, most)]
-
-
-def rounded(value: float) -> float:
-    """Four digits: curves are for reading."""
-    return float(f"{value:.4g}")

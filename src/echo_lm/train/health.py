@@ -13,6 +13,7 @@ from echo_lm.layers import SpectralKoopmanAttention
 from echo_lm.layers.ska import LayerState, memory_of
 from echo_lm.model.lm import EchoLM
 from echo_lm.ops.ska.problem import Relative, relative_scale
+from echo_lm.results import rounded
 
 
 @torch.inference_mode()
@@ -50,9 +51,9 @@ class Layer:
         ridge = layer.ridge
         # Many small matrices: a CPU is done before a GPU has begun.
         ridge = ridge.double().cpu() if isinstance(ridge, Tensor) else ridge
-        settings = {"coefficients": _rounded(layer.coefficients)}
+        settings = {"coefficients": _curve(layer.coefficients)}
         if layer.decay is not None:
-            settings["decay"] = _rounded(layer.decay)
+            settings["decay"] = _curve(layer.decay)
         return cls(name, ridge, layer.relative_ridge, settings)
 
     def health(self, state: LayerState) -> dict[str, Any]:
@@ -67,16 +68,12 @@ class Layer:
         return {
             "lambda_min": float(found.smallest.min()),
             "condition": float(found.condition.max()),
-            "ridge": _rounded(ridge.mean(0)),
+            "ridge": _curve(ridge.mean(0)),
             **self.settings,
         }
 
 
-def _rounded(values: Tensor) -> Any:
+def _curve(values: Tensor) -> Any:
     """Four digits: curves of these are for reading."""
     nested = values.detach().float().cpu().tolist()
-    return [[_four(c) for c in row] if isinstance(row, list) else _four(row) for row in nested]
-
-
-def _four(value: float) -> float:
-    return float(f"{value:.4g}")
+    return [[rounded(c) for c in row] if isinstance(row, list) else rounded(row) for row in nested]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def append_records(folder: Path, records: Iterable[Record]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+            file.writelines(line_of(record) for record in records)
     except OSError as error:
         raise ValueError(
             f"{path} could not be written ({error}); checkpoints are whole: make room and run "
@@ -61,7 +62,7 @@ def records_until(folder: Path, step: int) -> list[Record]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in lines:
         try:
-            record = json.loads(line)
+            record = known(json.loads(line))
         except json.JSONDecodeError:
             break
         if record["step"] > step:
@@ -75,6 +76,27 @@ def write_records(folder: Path, records: Iterable[Record]) -> None:
     path = folder / METRICS_FILE
     if path.exists():
         unfinished = path.with_name(f"{path.name}.unfinished")
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        unfinished.write_text(lines, encoding="utf-8")
+        unfinished.write_text("".join(map(line_of, records)), encoding="utf-8")
         unfinished.replace(path)
+
+
+def line_of(record: Record) -> str:
+    """A line of JSON, which has no word for what is not finite but null."""
+    return json.dumps(sayable(record), allow_nan=False) + "\n"
+
+
+def sayable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: sayable(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [sayable(entry) for entry in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def known(value: Any) -> Any:
+    """What a line has said, null being a number that is none."""
+    if isinstance(value, dict):
+        return {name: known(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [known(entry) for entry in value]
+    return nan if value is None else value
