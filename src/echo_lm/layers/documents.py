@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from echo_lm.ops.ska.packing import Packing
 from echo_lm.ops.state import TensorState
 
 State = TypeVar("State", bound=TensorState)
@@ -79,16 +80,12 @@ class Documents:
         real = torch.ones_like(begins)
         if self.lengths is not None:
             real = torch.arange(begins.shape[1], device=begins.device) < self.lengths[:, None]
-        source = real.flatten().nonzero().squeeze(1)
+        tokens = real.flatten().nonzero().squeeze(1)
         own = begins.flatten().cumsum(0) - 1
         first = begins.flatten().nonzero().squeeze(1)
-        lengths = torch.bincount(own[source], minlength=len(first))
-        width = max(1, int(lengths.max()))
         return Apart(
-            lengths=lengths,
-            width=width,
-            source=source,
-            target=own[source] * width + self.place.flatten()[source],
+            packing=Packing.of(torch.bincount(own[tokens], minlength=len(first))),
+            tokens=tokens,
             row=first // begins.shape[1],
             new=self.starts.flatten()[first],
             last=own.view_as(begins)[:, -1],
@@ -100,13 +97,9 @@ class Documents:
 class Apart:
     """Documents in padded rows of their own, for what knows rows alone, and the way back."""
 
-    lengths: Int[Tensor, " n"]
-    width: int
-    """Of the longest."""
-    source: Int[Tensor, " tokens"]
-    """Where the real tokens are in the rows they share, end to end."""
-    target: Int[Tensor, " tokens"]
-    """Where they are in rows of their own."""
+    packing: Packing
+    tokens: Int[Tensor, " tokens"]
+    """The real ones among those of the rows they share."""
     row: Int[Tensor, " n"]
     """That each document is in."""
     new: Bool[Tensor, " n"]
@@ -115,15 +108,17 @@ class Apart:
     """Each row's last document."""
     shape: torch.Size
 
-    def take(self, x: Shaped[Tensor, "b t *d"]) -> Shaped[Tensor, "n w *d"]:
-        rows = x.new_zeros(len(self.lengths) * self.width, *x.shape[2:])
-        tokens = x.flatten(0, 1).index_select(0, self.source)
-        return rows.index_copy(0, self.target, tokens).unflatten(0, (-1, self.width))
+    @property
+    def lengths(self) -> Int[Tensor, " n"]:
+        return self.packing.lengths
 
-    def put_back(self, x: Shaped[Tensor, "n w *d"]) -> Shaped[Tensor, "b t *d"]:
-        rows = x.new_zeros(self.shape.numel(), *x.shape[2:])
-        tokens = x.flatten(0, 1).index_select(0, self.target)
-        return rows.index_copy(0, self.source, tokens).unflatten(0, self.shape)
+    def take(self, x: Shaped[Tensor, "b t *d"]) -> Shaped[Tensor, "n longest *d"]:
+        return self.packing.unpack(x.flatten(0, 1).index_select(0, self.tokens).unsqueeze(0))
+
+    def put_back(self, x: Shaped[Tensor, "n longest *d"]) -> Shaped[Tensor, "b t *d"]:
+        """With zeros for padding."""
+        shared = x.new_zeros(self.shape.numel(), *x.shape[2:])
+        return shared.index_copy(0, self.tokens, self.packing.pack(x)[0]).unflatten(0, self.shape)
 
     def enter(self, state: State) -> State:
         """Each document's own: that of its row, or nothing yet."""

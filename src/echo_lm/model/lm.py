@@ -212,7 +212,10 @@ class EchoLM(nn.Module):
             if statistics_mask is not None:
                 statistics_mask = rows.align(statistics_mask)
             if document_starts is not None:
-                document_starts = rows.align(document_starts)
+                # Of a start at padding, the next real token is the first.
+                number = rows.align(document_starts.cumsum(1))
+                before = F.pad(number[:, :-1], (1, 0))
+                document_starts = number > before
         documents = None if document_starts is None else Documents.of(document_starts, lengths)
         past = None if state is None else list(state.layers)
         new_states: list[TensorState] = []
