@@ -105,7 +105,7 @@ def held_out(
     checkpoint: Annotated[Path, tyro.conf.Positional],
     tokens: Annotated[Path, tyro.conf.Positional],
     length: int = 2048,
-    windows: Literal["running", "apart"] = "running",
+    windows: Literal["running", "packed", "apart"] = "running",
     first: int | None = None,
     out: Path | None = None,
     device: str = "auto",
@@ -116,7 +116,8 @@ def held_out(
         checkpoint: The folder of a model, such as a step-* that training has left, or echo-tiny.
         tokens: A folder that echo-lm data prepare made.
         length: Tokens of a window.
-        windows: One after the other through all the text, or each document apart.
+        windows: Running through all the text; the same with each document's memory apart
+            (packed); or a padded window for each document (apart).
         first: Read only so many windows.
         out: A JSON file for the record.
         device: Where to read, such as cuda or cpu; a GPU if there is one.

@@ -50,20 +50,24 @@ def model(shards: TokenShards) -> EchoLM:
 
 
 def by_hand(model: EchoLM, source: TextSource) -> list[tuple[float, int, int, int, bool]]:
-    """Of every token that is asked for: its loss, place, source and id, and whether it is again."""
+    """Of every token that is asked for: its loss, how many told it, source and id, and whether it
+    is again."""
     found = []
     batch = source.take(torch.arange(source.count("test")), split="test")
     with torch.no_grad():
-        log_p = model(batch.tokens).logits.log_softmax(-1)
+        log_p = model(batch.tokens, document_starts=batch.starts).logits.log_softmax(-1)
     of = source.shards.document_sources("test")
     for b, row in enumerate(batch.tokens.tolist()):
         had: set[tuple[int, int]] = set()
+        before = 0
         for t, token in enumerate(row):
             document = int(batch.documents[b, t])
             if t and document >= 0:
                 loss = -float(log_p[b, t - 1, token])
-                found.append((loss, t, int(of[document]), token, (document, token) in had))
+                found.append((loss, before, int(of[document]), token, (document, token) in had))
             had.add((document, token))
+            opens = batch.starts is not None and bool(batch.starts[b, t])
+            before = 1 if opens else before + 1
     return found
 
 
@@ -71,7 +75,7 @@ def mean(losses: list[float]) -> float:
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("windows", ["running", "apart"])
+@pytest.mark.parametrize("windows", ["running", "packed", "apart"])
 def test_every_token_counts_once_where_it_belongs(
     windows: Any, shards: TokenShards, model: EchoLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

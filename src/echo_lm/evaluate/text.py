@@ -16,6 +16,7 @@ from torch import Tensor
 from echo_lm.data.shards import TokenShards
 from echo_lm.data.source import TextBatch, TextSource
 from echo_lm.evaluate.recall import LOGITS_AT_ONCE
+from echo_lm.layers.documents import Documents
 from echo_lm.model.lm import EchoLM
 from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.ops.backends import Precision, autocast
@@ -43,7 +44,8 @@ class TextLoss:
     """The same as a file's size: what it does not matter to how text is cut into tokens."""
     by_source: tuple[Share, ...]
     by_place: tuple[Share, ...]
-    """Of places 1, 2-3, 4-7, ... of the window: with more context a token should cost less."""
+    """Of tokens with 1, 2-3, 4-7, ... read before them, in the window or, where documents are
+    packed, in the document that told them: with more context a token should cost less."""
     rare: tuple[Share, ...]
     """Rare tokens where a document has them first, and where it has had them in this window."""
 
@@ -88,7 +90,7 @@ def text_loss(
         tokens=int(asked.sum()),
         bits_per_byte=mean / math.log(2) * tokens_per_byte(source.shards),
         by_source=shares_by_source(loss, table, source.shards),
-        by_place=shares_by_place(loss, asked),
+        by_place=shares_by_place(loss, asked, table["before"]),
         rare=shares_of_rare(loss, asked & table["rare"], table["again"]),
     )
 
@@ -101,7 +103,12 @@ def token_losses(model: EchoLM, batch: TextBatch) -> Float[Tensor, "b t"]:
     state = None
     for start in range(0, length - 1, piece):
         stop = min(start + piece, length - 1)
-        out = model(batch.tokens[:, start:stop], state=state, return_state=True)
+        out = model(
+            batch.tokens[:, start:stop],
+            state=state,
+            return_state=True,
+            document_starts=None if batch.starts is None else batch.starts[:, start:stop],
+        )
         state = out.state
         wanted = batch.labels[:, start + 1 : stop + 1]
         losses[:, start + 1 : stop + 1] = F.cross_entropy(
@@ -119,7 +126,15 @@ def describe(batch: TextBatch, rare: Bool[Tensor, " vocab"]) -> dict[str, Tensor
         "documents": batch.documents,
         "rare": rare[batch.tokens],
         "again": seen_before(batch.tokens, batch.documents),
+        "before": read_before(batch),
     }
+
+
+def read_before(batch: TextBatch) -> Int[Tensor, "b t"]:
+    """How many tokens tell each one. A packed document's first is told by the document before."""
+    starts = torch.zeros_like(batch.facts) if batch.starts is None else batch.starts
+    place = Documents(starts).place
+    return F.pad(place[:, :-1] + 1, (1, 0))
 
 
 def seen_before(tokens: Int[Tensor, "b t"], documents: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
@@ -163,8 +178,9 @@ def shares_of_rare(
     return tuple(one for one in found if one.tokens)
 
 
-def shares_by_place(loss: Float[Tensor, "b t"], asked: Bool[Tensor, "b t"]) -> tuple[Share, ...]:
-    places = torch.arange(loss.shape[1])
+def shares_by_place(
+    loss: Float[Tensor, "b t"], asked: Bool[Tensor, "b t"], places: Int[Tensor, "b t"]
+) -> tuple[Share, ...]:
     edges = [2**n for n in range(math.ceil(math.log2(loss.shape[1])) + 1)]
     shares = []
     for low, high in pairwise(edges):

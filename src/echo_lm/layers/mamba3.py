@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from echo_lm.layers.conv import ConvState, ShortConv
+from echo_lm.layers.documents import Documents
 from echo_lm.layers.mamba2 import check_call, init_dt_bias, split_heads
 from echo_lm.layers.parameters import no_weight_decay
 from echo_lm.ops.ssd import SSDState, ssd
@@ -133,6 +134,7 @@ class Mamba3(nn.Module):
         state: Mamba3State | None = None,
         *,
         lengths: Int[Tensor, " b"] | None = None,
+        documents: Documents | None = None,
         return_state: bool = True,
     ) -> tuple[Float[Tensor, "b t d"], Mamba3State | None]:
         check_call(x, self.dim, state, Mamba3State)
@@ -140,8 +142,9 @@ class Mamba3(nn.Module):
         z, value, *choices = self.in_proj(x).split(self.in_widths, dim=-1)
         conv = state.conv
         if self.conv is not None:
-            value, conv = self.conv(value, conv, lengths=lengths)
-        y, scan = self._scan(self._to_ranks(value, self.mimo_x), choices, state.ssd, lengths)
+            value, conv = self.conv(value, conv, lengths=lengths, documents=documents)
+        x = self._to_ranks(value, self.mimo_x)
+        y, scan = self._scan(x, choices, state.ssd, lengths, documents)
         if self.gate:
             y = y * F.silu(self._to_ranks(z, self.mimo_z))
         if self.mimo_o is not None:
@@ -155,6 +158,7 @@ class Mamba3(nn.Module):
         choices: list[Tensor],
         state: SSDState,
         lengths: Int[Tensor, " b"] | None,
+        documents: Documents | None,
     ) -> tuple[Float[Tensor, "b t h r p"], SSDState]:
         """The recurrence with the skip D x; `choices` is B, C, dt, A, trapezoid, angle."""
         B, C, dt, rate, trapezoid, angle = (choice.to(x.dtype) for choice in choices)
@@ -171,6 +175,7 @@ class Mamba3(nn.Module):
             state=state,
             return_state=True,
             lengths=lengths,
+            starts=None if documents is None else documents.starts,
             chunk_size=self.chunk_size,
         )
         return y + self.D[:, None, None] * x, state

@@ -15,7 +15,7 @@ from echo_lm.ops.backends import SKABackend, choose_ska
 from echo_lm.ops.checks import require_finite
 from echo_lm.ops.ska.chunk import ska_chunk
 from echo_lm.ops.ska.naive import ska_naive
-from echo_lm.ops.ska.packing import pack, unpack
+from echo_lm.ops.ska.packing import Packing
 from echo_lm.ops.ska.problem import Causal, Problem, Relative
 from echo_lm.ops.ska.recurrent import ska_recurrent
 from echo_lm.ops.ska.state import SKAState
@@ -126,9 +126,11 @@ def ska(
         if mask is not None:
             _check_mask(mask, q)
             k_, v_ = _zero_where_not(mask, k_), _zero_where_not(mask, v_)
+        packing = None
         if cu_seqlens is not None:
             lengths = _packed_lengths(cu_seqlens, lengths, q)
-            q_, k_, v_ = (unpack(x, lengths) for x in (q_, k_, v_))
+            packing = Packing.of(lengths)
+            q_, k_, v_ = (packing.unpack(x) for x in (q_, k_, v_))
         elif lengths is not None:
             _check_lengths(lengths, q)
             real = torch.arange(q.shape[1], device=q.device) < lengths[:, None]
@@ -149,9 +151,8 @@ def ska(
         )
         problem = replace(problem, state=_without_foreign_chunks(problem))
         y, new_state = _run(chosen, problem, return_state)
-        if cu_seqlens is not None:
-            assert lengths is not None
-            y = pack(y, lengths)
+        if packing is not None:
+            y = packing.pack(y)
     y = y.to(v.dtype)
     if not return_state:
         return y

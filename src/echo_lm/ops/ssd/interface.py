@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from echo_lm.ops.checks import require_finite
-from echo_lm.ops.ssd.checks import check_inputs, check_lengths, check_state
+from echo_lm.ops.ssd.checks import check_inputs, check_lengths, check_starts, check_state
 from echo_lm.ops.ssd.chunk import ssd_chunk
 from echo_lm.ops.ssd.naive import ssd_naive
-from echo_lm.ops.ssd.problem import Problem, Trapezoid, to_heads
+from echo_lm.ops.ssd.problem import FORGET, Problem, Trapezoid, to_heads
 from echo_lm.ops.ssd.recurrent import ssd_recurrent
 from echo_lm.ops.ssd.rotation import accumulate, rotate
 from echo_lm.ops.ssd.state import SSDState
@@ -46,6 +46,7 @@ def ssd(
     state: SSDState | None = None,
     return_state: Literal[False] = False,
     lengths: Int[Tensor, " b"] | None = None,
+    starts: Bool[Tensor, "b t"] | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> Float[Tensor, "b t h *r p"]: ...
@@ -64,6 +65,7 @@ def ssd(
     state: SSDState | None = None,
     return_state: Literal[True],
     lengths: Int[Tensor, " b"] | None = None,
+    starts: Bool[Tensor, "b t"] | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> tuple[Float[Tensor, "b t h *r p"], SSDState]: ...
@@ -81,6 +83,7 @@ def ssd(
     state: SSDState | None = None,
     return_state: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
+    starts: Bool[Tensor, "b t"] | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> Float[Tensor, "b t h *r p"] | tuple[Float[Tensor, "b t h *r p"], SSDState]:
@@ -95,11 +98,14 @@ def ssd(
     x, B and C all have a rank axis before the last one or none has. Groups of heads share B and C.
     log_decay must not be positive. `state` is that of an earlier call, which this one continues;
     with `return_state` the answer is `(y, state)`. `lengths` says how many tokens of each
-    right-padded row are real; y is zero behind them. Sums and state are fp32 (fp64 for fp64 x).
+    right-padded row are real; y is zero behind them. `starts` marks tokens before which all is
+    forgotten (a_t = beta_t = 0, and the angle counts from there), as if a row of its own began.
+    Sums and state are fp32 (fp64 for fp64 x).
     """
     scalars = {"log_decay": log_decay, "gamma": gamma} | ({} if beta is None else {"beta": beta})
     check_inputs(x, B, C, angle, **scalars)
     check_lengths(lengths, x)
+    check_starts(starts, x)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, but a chunk has at least one token.")
     form = choose_form(backend, x.shape[1])
@@ -108,8 +114,8 @@ def ssd(
         x, B, C = x.unsqueeze(3), B.unsqueeze(3), C.unsqueeze(3)
     old = begin(x, B, beta, angle, state)
     with torch.autocast(x.device.type, enabled=False):
-        angle = turn(angle, lengths, old)
-        problem = prepare(x, B, C, log_decay, gamma, beta, angle, lengths, old, chunk_size)
+        angle = turn(angle, lengths, starts, old)
+        problem = prepare(x, B, C, log_decay, gamma, beta, angle, lengths, starts, old, chunk_size)
         y, h = form(problem)
         y = (y if ranked else y.squeeze(3)).to(x.dtype)
         return (y, remember(problem, h, angle, lengths)) if return_state else y
@@ -137,7 +143,10 @@ def begin(
 
 
 def turn(
-    increments: Float[Tensor, "b t h s"] | None, lengths: Int[Tensor, " b"] | None, state: SSDState
+    increments: Float[Tensor, "b t h s"] | None,
+    lengths: Int[Tensor, " b"] | None,
+    starts: Bool[Tensor, "b t"] | None,
+    state: SSDState,
 ) -> Float[Tensor, "b t h s"] | None:
     """The angle reached at every token."""
     if increments is None:
@@ -145,7 +154,7 @@ def turn(
     assert state.angle is not None
     increments = without_padding(increments, lengths)
     require_finite(angle=increments)
-    return accumulate(increments, state.angle)
+    return accumulate(increments, state.angle, starts)
 
 
 def prepare(
@@ -157,15 +166,18 @@ def prepare(
     beta: Float[Tensor, "b t h"] | None,
     angle: Float[Tensor, "b t h s"] | None,
     lengths: Int[Tensor, " b"] | None,
+    starts: Bool[Tensor, "b t"] | None,
     state: SSDState,
     chunk_size: int,
 ) -> Problem:
-    """Widen everything, blank the padding, rotate."""
+    """Widen everything, blank the padding, let nothing pass a start, rotate."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, B, C, log_decay, gamma = (
         without_padding(v.to(dtype), lengths) for v in (x, B, C, log_decay, gamma)
     )
     require_finite(x=x, B=B, C=C, log_decay=log_decay, gamma=gamma)
+    if starts is not None:
+        log_decay = log_decay.masked_fill(starts.unsqueeze(-1), FORGET)
     if angle is not None:
         B, C = (rotate(to_heads(v, x.shape[2], dim=2), angle) for v in (B, C))
     trapezoid = None
@@ -174,8 +186,10 @@ def prepare(
         assert state.B is not None
         beta = without_padding(beta.to(dtype), lengths)
         require_finite(beta=beta)
+        if starts is not None:
+            beta = beta.masked_fill(starts.unsqueeze(-1), 0)
         trapezoid = Trapezoid(beta, state.x.to(dtype), state.B.to(dtype))
-    return Problem(x, B, C, log_decay, gamma, trapezoid, state.h.to(dtype), chunk_size)
+    return Problem(x, B, C, log_decay, gamma, trapezoid, state.h.to(dtype), chunk_size, starts)
 
 
 def remember(

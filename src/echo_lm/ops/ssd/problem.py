@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+
+FORGET = -1e30
+"""The logarithm of a decay that is 0 in every precision; unlike infinity, 0 times it is 0."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Problem:
     trapezoid: Trapezoid | None
     h: Float[Tensor, "b h p n"]
     chunk_size: int
+    starts: Bool[Tensor, "b t"] | None = None
+    """Tokens that nothing before them reaches: there log_decay is `FORGET` and beta 0 already."""
 
 
 def outer(x: Float[Tensor, "b h r p"], B: Float[Tensor, "b g r n"]) -> Float[Tensor, "b h p n"]:
