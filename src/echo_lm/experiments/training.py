@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from statistics import mean
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -31,6 +31,13 @@ what attention keeps, grows with it."""
 T = TypeVar("T")
 
 TRAIN_SETTINGS = frozenset(field.name for field in fields(TrainConfig))
+
+
+class Trainable(Source, Protocol):
+    """A source that a model can be made for: a task, or text."""
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Fitted:
 
 def fit(
     config: EchoConfig,
-    source: Task,
+    source: Trainable,
     protocol: Mapping[str, Any],
     seed: int,
     bench: Workbench,
@@ -63,7 +70,7 @@ def fit(
     test: Source | None = None,
     **changes: Any,
 ) -> Fitted:
-    """Train a new model on a task; an interrupted cell goes on from its last checkpoint.
+    """Train a new model; an interrupted cell goes on from its last checkpoint.
 
     `changes` are settings of `TrainConfig` that differ from the protocol's.
     """
@@ -87,8 +94,8 @@ def train_config(protocol: Mapping[str, Any], seed: int, **changes: Any) -> Trai
     return TrainConfig(**{**said, **changes, "seed": seed})
 
 
-def build(config: EchoConfig, source: Task, seed: int) -> EchoLM:
-    """A model for the symbols of a task, with the first weights of a seed."""
+def build(config: EchoConfig, source: Trainable, seed: int) -> EchoLM:
+    """A model for the symbols of a source, with the first weights of a seed."""
     torch.manual_seed(seed)
     return EchoLM(replace(config, vocab_size=source.vocab_size))
 
