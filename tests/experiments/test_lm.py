@@ -307,7 +307,7 @@ def test_material_that_is_missing_or_not_read(
 def test_what_has_to_run_first_is_named(chain: Chain, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lm goes on from lm/sweep, of which 6 of 6 cells have"):
         chain.run("lm", tmp_path)
-    with pytest.raises(ValueError, match="There is no model in .*: run echo-lm reproduce lm "):
+    with pytest.raises(ValueError, match=r"There is no model in .*: run echo-lm reproduce lm "):
         chain.run("lm/evals", tmp_path)
     with pytest.raises(ValueError, match=r"lm/needle goes on from lm, of which 3 of 3 cells have"):
         chain.run("lm/needle", tmp_path)
@@ -330,7 +330,7 @@ def test_weights_that_are_missing_or_others_are_named(chain: Chain, tmp_path: Pa
     with pytest.raises(ValueError, match="holds other weights than those"):
         chain.run("lm/evals", results)
     shutil.rmtree(weights)
-    with pytest.raises(ValueError, match="does not hold the weights of .*: bring them from where"):
+    with pytest.raises(ValueError, match=r"does not hold the weights of .*: bring them from where"):
         chain.run("lm/evals", results)
     with pytest.raises(ValueError, match=r"There is no .*seed=1.json: .* for this seed too"):
         language.trained(MODELS[0], 1, "smoke", results)

@@ -51,6 +51,10 @@ class LanguageModels(OnText):
     title = "Language models of one size on the same text"
     source = "4.4, with another budget, on another text"
 
+    def __init__(self, material: Path | None = None, results: Path = Path("results")) -> None:
+        super().__init__(material, results)
+        self._swept: dict[Scale, dict[str, float]] = {}
+
     def protocol(self, scale: Scale) -> dict[str, Any]:
         narrow, wide = (SHAPES[scale][kind]["heads"] for kind in ("sweep", "full"))
         return {
@@ -76,10 +80,6 @@ class LanguageModels(OnText):
             done = as_finished(list(finished_records(sweep, scale, seeds, folder)))
             self._swept[scale] = {model: rate_of(model, done) for model in MODELS}
         return self._swept[scale]
-
-    def __init__(self, material: Path | None = None, results: Path = Path("results")) -> None:
-        super().__init__(material, results)
-        self._swept: dict[Scale, dict[str, float]] = {}
 
     def cells(self, scale: Scale) -> list[Settings]:
         return [{"model": model} for model in MODELS]

@@ -33,6 +33,7 @@ from echo_lm.experiments.language import (
     as_finished,
     budget,
     kept,
+    protocol_of_training,
     trained,
     whole,
 )
@@ -82,19 +83,23 @@ class NeedlesInProse(OnMaterial):
     source = "4.1, in prose"
     reads = "haystack"
 
+    def __init__(self, material: Path | None = None, results: Path = Path("results")) -> None:
+        super().__init__(material, results)
+        self._chosen: dict[Scale, dict[str, str]] = {}
+
     def protocol(self, scale: Scale) -> dict[str, Any]:
         full = scale == "full"
         steps = 600 if full else 60
         return {
             "scale": scale,
             "models": self.chosen(scale),
+            "models are": protocol_of_training(scale, self.results),
             "haystack": file_hash(self.material)[:16],
             "steps": steps,
             "batch": 32 if full else 4,
             "warmup": steps // 10,
             "share of the learning rate": 0.3,
             "weight_decay": 0.1,
-            "compile": full,
             "evaluate_every": max(1, steps // 10),
             "evaluate_rows": 64 if full else 16,
             "checkpoint_every": 100,
@@ -113,10 +118,6 @@ class NeedlesInProse(OnMaterial):
             best = {name: best_of(done, models) for name, models in CHOSEN.items()}
             self._chosen[scale] = {name: model for name, model in best.items() if model}
         return self._chosen[scale]
-
-    def __init__(self, material: Path | None = None, results: Path = Path("results")) -> None:
-        super().__init__(material, results)
-        self._chosen: dict[Scale, dict[str, str]] = {}
 
     def cells(self, scale: Scale) -> list[Settings]:
         return [{"model": name} for name in CHOSEN]
