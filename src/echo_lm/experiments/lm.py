@@ -49,7 +49,7 @@ class LanguageModels(OnText):
 
     name = LANGUAGE_MODELS
     title = "Language models of one size on the same text"
-    source = "4.4, with another budget, on another text"
+    source = "5.3, with another budget and text"
 
     def __init__(self, material: Path | None = None, results: Path = Path("results")) -> None:
         super().__init__(material, results)

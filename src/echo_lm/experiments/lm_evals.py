@@ -1,4 +1,4 @@
-"""Table 1's evaluation sets on the language models that `lm` has trained."""
+"""Table 4's evaluation sets on the language models that `lm` has trained."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ METRICS = {
     "lambada_openai": "acc",
     WIKITEXT: "word_perplexity",
 }
-"""What Table 1 reports of each, and of WikiText, which it does not have, the perplexity a word."""
+"""What Table 4 reports of each, and of WikiText, which it does not have, the perplexity a word."""
 COLUMNS = {
     "hellaswag": "HS",
     "piqa": "PIQA",
@@ -68,15 +68,15 @@ PUBLISHED: dict[str, tuple[int, int, tuple[float, ...]]] = {
     "Mamba-3-SISO-180M": (180_000_000, 100 * BILLION, (40.8, 66.1, 61.5, 27.9, 52.0, 32.5)),
     "Mamba-3-MIMO-180M": (180_000_000, 100 * BILLION, (41.0, 66.7, 60.6, 27.7, 52.9, 34.0)),
 }
-"""Table 1: parameters, tokens, and percent in the order of the columns."""
+"""Table 4: parameters, tokens, and percent in the order of the columns."""
 
 
 class Evaluations(OnMaterial):
     """Every model on every set, through lm-evaluation-harness."""
 
     name = "lm/evals"
-    title = "Language models on the evaluation sets of Table 1"
-    source = "Table 1, with another budget, on another text"
+    title = "Language models on the evaluation sets of Table 4"
+    source = "Table 4, with another budget and text"
     reads = "evals"
 
     @cached_property

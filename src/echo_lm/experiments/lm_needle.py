@@ -80,7 +80,7 @@ class NeedlesInProse(OnMaterial):
 
     name = "lm/needle"
     title = "Needles in prose: language models that have learned to be asked"
-    source = "4.1, in prose"
+    source = "ours; 4.1 has needles among symbols"
     reads = "haystack"
 
     def __init__(self, material: Path | None = None, results: Path = Path("results")) -> None:
@@ -103,8 +103,8 @@ class NeedlesInProse(OnMaterial):
             "evaluate_every": max(1, steps // 10),
             "evaluate_rows": 64 if full else 16,
             "checkpoint_every": 100,
-            "trained on lengths": [256, 512, 1024, 2048] if full else [128, 256],
-            "read at lengths": [2**n for n in range(8, 17)] if full else [128, 256, 512, 1024],
+            "trained on lengths": [256, 512, 1024, 2048] if full else [192, 256],
+            "read at lengths": [2**n for n in range(8, 17)] if full else [256, 512, 1024],
             "depths": 6 if full else 3,
             "rows": 8 if full else 4,
         }
@@ -124,9 +124,9 @@ class NeedlesInProse(OnMaterial):
 
     @cached_property
     def halves(self) -> tuple[str, str]:
-        """Of the text, cut where a sentence begins."""
+        """Of the text."""
         text = read_prose([self.material])
-        cut = text.find(" ", text.find(". ", len(text) // 2) + 1)
+        cut = text.find(" ", len(text) // 2)
         return text[:cut], text[cut:]
 
     def run(
@@ -140,9 +140,10 @@ class NeedlesInProse(OnMaterial):
         coder = tokenizer_of(weights, None, model.config.vocab_size)
         learned, asked = (Prose(half, coder) for half in self.halves)
         lengths = protocol["read at lengths"]
-        # Whether it fits is said before the training.
-        Needle(asked, max(lengths)).batch(1, seed=seed, split="test")
         source = Needles(learned, tuple(protocol["trained on lengths"]))
+        # Whether they fit is said before the training.
+        for prose, length in ((learned, min(source.lengths)), (asked, max(lengths))):
+            Needle(prose, length).batch(8, seed=seed)
         how = train_config(
             protocol, seed, lr=of_model["learning rate"] * protocol["share of the learning rate"]
         )
@@ -153,7 +154,7 @@ class NeedlesInProse(OnMaterial):
                 how,
                 device=bench.device,
                 folder=bench.folder,
-                test=Needles(asked, (max(protocol["trained on lengths"]),)),
+                test=Needles(asked, (max(source.lengths),)),
                 console=bench.console,
             )
         except Diverged as error:
@@ -166,7 +167,7 @@ class NeedlesInProse(OnMaterial):
             **fitted.numbers(),
             "name": name,
             **of_model,
-            "trained on at most": max(protocol["trained on lengths"]),
+            "trained on at most": max(source.lengths),
             "map": told(found),
         }
 
