@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ import torch
 from rich.console import Console
 from tests.data.texts import prepared, some_texts, write_lines
 
-from echo_lm.data import TextSource
+from echo_lm.data import TextSource, TokenShards
+from echo_lm.data.tokenise import load_tokenizer
+from echo_lm.evaluate.prose import Prose
+from echo_lm.evaluate.text import text_loss
 from echo_lm.experiments import language, lm, lm_evals, lm_needle, lm_sweep
 from echo_lm.experiments.base import Finished
 from echo_lm.experiments.command import prepared as open_experiment
@@ -27,7 +31,47 @@ from echo_lm.train import loop
 MODELS = ("Echo (ours, tied start)", "Echo (paper)", "Transformer")
 TASKS = ("piqa", "wikitext")
 LENGTH, STEPS, ROWS = 24, 4, 2
-STAGES = ("lm/sweep", "lm", "lm/evals", "lm/needle")
+READS = {"lm/sweep": "text", "lm": "text", "lm/evals": "evals", "lm/needle": "haystack"}
+STAGES = tuple(READS)
+
+
+@contextmanager
+def brief() -> Iterator[None]:
+    """Fewer models, steps, sets and depths; all else is as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in set(language.MODELS) - set(MODELS):
+            patch.delitem(language.MODELS, name)
+        for task in set(lm_evals.METRICS) - set(TASKS):
+            patch.delitem(lm_evals.METRICS, task)
+        shape = {"heads": 1, "depth": 4}
+        patch.setitem(language.SHAPES, "smoke", {"sweep": shape, "full": shape})
+        schedule, protocol = language.OnText.schedule, lm_needle.NeedlesInProse.protocol
+        short = {
+            "length": LENGTH,
+            "batch": ROWS,
+            "steps": STEPS,
+            "tokens": LENGTH * ROWS * STEPS,
+            "warmup": 1,
+            "evaluate_every": 2,
+            "evaluate_rows": 2,
+            "read_every": 1,
+        }
+        few = {
+            "steps": 2,
+            "batch": 2,
+            "warmup": 1,
+            "evaluate_every": 1,
+            "evaluate_rows": 2,
+            "trained on lengths": [400, 420],
+            "read at lengths": [400, 500],
+            "depths": 2,
+            "rows": 2,
+        }
+        patch.setattr(language.OnText, "schedule", lambda *given: schedule(*given) | short)
+        patch.setattr(
+            lm_needle.NeedlesInProse, "protocol", lambda self, scale: protocol(self, scale) | few
+        )
+        yield
 
 
 @dataclass
@@ -44,15 +88,12 @@ class Chain:
 
     def run(self, stage: str, results: Path | None = None, **changes: Any) -> Path:
         results = results or self.results
-        option = open_experiment_reads(stage)
+        option = READS[stage]
         given = {name: path if name == option else None for name, path in self.material.items()}
-        return reproduce(
-            open_experiment(stage, given, results),
-            out=results,
-            device="cpu",
-            console=Console(quiet=True),
-            **{"scale": "smoke", "seeds": 1, **changes},
-        )
+        how: dict[str, Any] = {"scale": "smoke", "seeds": 1, "device": "cpu"} | changes
+        with brief():
+            experiment = open_experiment(stage, given, results)
+            return reproduce(experiment, out=results, console=Console(quiet=True), **how)
 
     def records(self, stage: str) -> dict[str, dict[str, Any]]:
         cells = sorted((self.results / stage / "smoke" / "cells").iterdir())
@@ -66,61 +107,8 @@ class Chain:
         return (folder / "README.md").read_text()
 
 
-def open_experiment_reads(stage: str) -> str:
-    return {"lm/evals": "evals", "lm/needle": "haystack"}.get(stage, "text")
-
-
 @pytest.fixture(scope="module")
-def brief() -> Iterator[None]:
-    """Fewer models, steps, sets and depths; all else is as it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in set(language.MODELS) - set(MODELS):
-            patch.delitem(language.MODELS, name)
-        for task in set(lm_evals.METRICS) - set(TASKS):
-            patch.delitem(lm_evals.METRICS, task)
-        shape = {"heads": 1, "depth": 4}
-        patch.setitem(language.SHAPES, "smoke", {"sweep": shape, "full": shape})
-        for shorter, changes in {
-            language.OnText: {
-                "length": LENGTH,
-                "batch": ROWS,
-                "steps": STEPS,
-                "tokens": LENGTH * ROWS * STEPS,
-                "warmup": 1,
-                "evaluate_every": 2,
-                "evaluate_rows": 2,
-                "read_every": 1,
-            },
-        }.items():
-            schedule = shorter.schedule
-            patch.setattr(
-                shorter,
-                "schedule",
-                lambda self, scale, tokens, usual=schedule, new=changes: {
-                    **usual(self, scale, tokens),
-                    **new,
-                },
-            )
-        protocol = lm_needle.NeedlesInProse.protocol
-        few = {
-            "steps": 2,
-            "batch": 2,
-            "warmup": 1,
-            "evaluate_every": 1,
-            "evaluate_rows": 2,
-            "trained on lengths": [400, 420],
-            "read at lengths": [400, 500],
-            "depths": 2,
-            "rows": 2,
-        }
-        patch.setattr(
-            lm_needle.NeedlesInProse, "protocol", lambda self, scale: protocol(self, scale) | few
-        )
-        yield
-
-
-@pytest.fixture(scope="module")
-def chain(brief: None, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
+def chain(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """All four, one after the other."""
     folder = tmp_path_factory.mktemp("lm")
     held_out = [
@@ -211,17 +199,14 @@ def test_the_weights_that_are_kept_are_those_that_were_measured(chain: Chain) ->
     for model, record in chain.records("lm").items():
         folder = language.weights_path(chain.results / "lm" / "smoke", {"model": model}, 0)
         loaded = EchoLM.from_pretrained(folder)
-        found = lm.text_loss(loaded, TextSource(chain_shards(chain), LENGTH), first=128)
+        shards = TokenShards(chain.material["text"])
+        found = text_loss(loaded, TextSource(shards, LENGTH), first=128)
         assert found.loss == record["numbers"]["held out"]["loss"]
         assert {path.name for path in folder.iterdir()} == {
             "config.json",
             "model.safetensors",
             "tokenizer.json",
         }
-
-
-def chain_shards(chain: Chain) -> Any:
-    return language.TokenShards(chain.material["text"])
 
 
 def test_the_table_is_like_the_papers_and_says_what_budget_it_is(chain: Chain) -> None:
@@ -254,6 +239,18 @@ def test_the_best_are_asked_for_needles(chain: Chain) -> None:
     assert f"{echo}, the best Echo: finds 90% of the numbers at no length" in chain.report(
         "lm/needle"
     )
+
+
+def test_needles_are_learned_in_one_half_and_asked_for_in_the_other(
+    chain: Chain, tokenizer: Path
+) -> None:
+    learned, asked = lm_needle.NeedlesInProse(chain.material["haystack"]).halves
+    assert learned + asked == chain.material["haystack"].read_text()
+    assert abs(len(learned) - len(asked)) < 20
+    source = lm_needle.Needles(Prose(learned, load_tokenizer(tokenizer)), (400, 420))
+    batches = [source.batch(2, seed=0, step=step).tokens for step in range(3)]
+    assert [batch.shape[1] for batch in batches] == [400, 420, 400]
+    assert not torch.equal(batches[0], batches[2])
 
 
 def test_an_interrupted_run_goes_on_elsewhere(
