@@ -220,7 +220,7 @@ def test_the_table_is_like_the_papers_and_says_what_budget_it_is(chain: Chain) -
         )
         assert records[f"{model},wikitext"]["numbers"]["score"] > 1
     assert f"| 3,000,000,000 ({3_000_000_000 / tokens:,.0f}x) |" in report
-    assert "which are of another budget and another text" in report
+    assert "As the paper has it, of another budget and another text" in report
 
 
 def test_the_best_are_asked_for_needles(chain: Chain) -> None:

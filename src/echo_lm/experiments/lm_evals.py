@@ -126,16 +126,22 @@ class Evaluations(OnMaterial):
             f"{COLUMNS[task]} {select(done, task=task)[0].numbers['questions']:,}"
             for task in distinct(done, "task")
         )
-        title = (
-            f"In percent, and perplexity a word, after {budget(done[0])}. Questions: {asked}. "
-            "Below the line the paper's own, which are of another budget and another text"
-        )
         header = ["model", "parameters", "tokens", "lr", *COLUMNS.values()]
-        ours = [row_of(model, select(done, model=model)) for model in distinct(done, "model")]
+        rows = [row_of(model, select(done, model=model)) for model in distinct(done, "model")]
         guessing = [percent(GUESSING[task]) if task in GUESSING else "–" for task in METRICS]
-        rows = [*ours, ["guessing", "", "", "", *guessing], ["–"] * len(header)]
-        tokens = done[0].numbers["tokens"]
-        return [Table(title, header, [*rows, *published(tokens)])]
+        return [
+            Table(
+                f"Percent right, and perplexity a word, after {budget(done[0])}; questions: "
+                f"{asked}",
+                header,
+                [*rows, ["guessing", "", "", "", *guessing]],
+            ),
+            Table(
+                "As the paper has it, of another budget and another text: so many times the tokens",
+                header,
+                published(done[0].numbers["tokens"]),
+            ),
+        ]
 
     def remarks(self, done: Sequence[Finished]) -> list[str]:
         return [
@@ -183,7 +189,7 @@ def published(tokens: int) -> list[list[str]]:
     """The paper's rows, each with how many times as many tokens it is of."""
     return [
         [
-            f"{model}, as the paper has it",
+            model,
             f"{size:,}",
             f"{read:,} ({read / tokens:,.0f}x)",
             "–",
