@@ -153,12 +153,13 @@ def hardware(device: str) -> str:
     return str(told["accelerator" if device.startswith("cuda") else "processor"])
 
 
-def budget(cell: Finished) -> str:
-    """How much a model has read, for the header of a table."""
-    told = cell.numbers
+def budget(done: Sequence[Finished]) -> str:
+    """How much the models have read, and on what, for the header of a table."""
+    told = done[0].numbers
+    machines = ", ".join(sorted({cell.numbers["hardware"] for cell in done}))
     return (
         f"{told['tokens']:,} tokens, which are {told['epochs']:g} epochs of the text, in batches "
-        f"of {told['rows']} x {told['length']:,}, on {told['hardware']}"
+        f"of {told['rows']} x {told['length']:,}, on {machines}"
     )
 
 

@@ -157,7 +157,7 @@ def table_of_models(done: Sequence[Finished]) -> Table:
             ]
         )
     header = ["model", "parameters", "lr", "nats a token", "bits a byte", "right", "tokens/s"]
-    return Table(f"Held-out text after {budget(whole(done)[0])}", header, rows)
+    return Table(f"Held-out text after {budget(whole(done))}", header, rows)
 
 
 def shares(numbers: Numbers, kind: str) -> dict[str, dict[str, Any]]:

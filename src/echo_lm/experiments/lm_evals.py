@@ -131,8 +131,7 @@ class Evaluations(OnMaterial):
         guessing = [percent(GUESSING[task]) if task in GUESSING else "–" for task in METRICS]
         return [
             Table(
-                f"Percent right, and perplexity a word, after {budget(done[0])}; questions: "
-                f"{asked}",
+                f"Percent right, and perplexity a word, after {budget(done)}; questions: {asked}",
                 header,
                 [*rows, ["guessing", "", "", "", *guessing]],
             ),

@@ -188,7 +188,7 @@ class NeedlesInProse(OnMaterial):
         ]
         told = good[0].numbers
         title = (
-            f"Numbers found at any depth, in percent, by tokens of text: after {budget(good[0])}, "
+            f"Numbers found at any depth, in percent, by tokens of text: after {budget(good)}, "
             f"{told['steps']:,} steps of needles in at most {told['trained on at most']:,}"
         )
         return [Table(title, ["model", "parameters", "lr", *(f"{n:,}" for n in lengths)], rows)]

@@ -65,7 +65,7 @@ class Sweep(OnText):
         ]
         header = ["model", "parameters", *(f"lr {lr:g}" for lr in rates), "best"]
         title = "Held-out loss in nats a token"
-        return [Table(f"{title}: {budget(one)}" if (one := first(done)) else title, header, rows)]
+        return [Table(f"{title}: {budget(good)}" if (good := whole(done)) else title, header, rows)]
 
     def remarks(self, done: Sequence[Finished]) -> list[str]:
         edges = [
