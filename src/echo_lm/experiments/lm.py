@@ -125,6 +125,7 @@ class LanguageModels(OnText):
             axes[0, 0].set(xlabel="tokens read", ylabel="held-out loss, nats a token")
             axes[0, 1].set(xlabel="place in the window", ylabel="nats a token")
             axes[0, 2].set(xlabel="second token of a rare pair", ylabel="nats a token")
+            axes[0, 0].locator_params(axis="x", nbins=5)
             axes[0, 1].tick_params(axis="x", rotation=60, labelsize=6)
             if whole(done):
                 axes[0, 0].legend(fontsize=6)
