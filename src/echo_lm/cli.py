@@ -144,11 +144,15 @@ def reproduce(
     device: str = "auto",
     share: str = "1/1",
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SETTING=VALUE ...")] = (),
+    text: Path | None = None,
+    evals: Path | None = None,
+    haystack: Path | None = None,
     list: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Run an experiment of the paper, or one of ours: records, a table, a figure.
 
-    Cells that have run are kept; the same call again runs what is missing.
+    Cells that have run are kept; the same call again runs what is missing, and goes on with a cell
+    that was stopped, whose checkpoints lie in OUT/NAME/SCALE/unfinished.
 
     Args:
         name: The experiment; without one they are listed.
@@ -158,6 +162,9 @@ def reproduce(
         device: Where to run, such as cuda or cpu; a GPU if there is one.
         share: Only a part, such as 2/4 for the second of four processes.
         only: Only cells with these settings, such as gap=64 gap=256 model=SSM.
+        text: For lm/sweep and lm, a folder that echo-lm data prepare made.
+        evals: For lm/evals, a folder of evaluation sets, as of echo-lm eval --data.
+        haystack: For lm/needle, a file of prose, as of echo-lm needle --text.
         list: Only list the experiments.
     """
     from echo_lm.experiments.command import list_experiments, run
@@ -165,7 +172,17 @@ def reproduce(
     if name is None or list:
         list_experiments()
     else:
-        run(name, scale=scale, seeds=seeds, out=out, device=device, share=share, only=only)
+        material = {"text": text, "evals": evals, "haystack": haystack}
+        run(
+            name,
+            scale=scale,
+            seeds=seeds,
+            out=out,
+            device=device,
+            share=share,
+            only=only,
+            material=material,
+        )
 
 
 @app.command

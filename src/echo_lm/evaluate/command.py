@@ -44,6 +44,7 @@ def run(
         ("By source", found.by_source),
         ("By place in the window", found.by_place),
         ("Rare tokens in a document", found.rare),
+        ("Rare pairs of tokens in a document, the second of them", found.rare_pairs),
     ):
         console.print(table_of(title, shares))
     if out is not None:
