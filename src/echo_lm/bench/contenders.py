@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from echo_lm.bench.paper import paper_form
+from echo_lm.bench.timing import on_gpu
 from echo_lm.ops import ska
 from echo_lm.ops.backends import fla_operator, product_dtype, why_no_fla
 from echo_lm.ops.ska.naive import whitened_readout
@@ -34,6 +35,8 @@ MODES: dict[str, dict[str, Any]] = {
     "ska-chunk": {"causal": "chunk", "chunk_size": CHUNK},
 }
 FLASH = "flash"
+ATTENTION = {FLASH: SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+"""Kernels of scaled_dot_product_attention."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,11 @@ class Contender:
 
 def contenders(device: str) -> dict[str, Contender]:
     """All of them, by name."""
-    kind = torch.device(device).type
-    fast = "triton" if kind == "cuda" else "chunk"
+    fast = "triton" if on_gpu(device) else "chunk"
     found = [
         *(ours(name, device, fast) for name in MODES),
         paper(device),
-        Contender(FLASH, partial(draw_attention, device), flash_attention),
+        *(attention(name, device) for name in ATTENTION),
         *(of_fla(name, device) for name in ("mesa_net", "gated_delta_rule", "simple_gla")),
         *(scan(form, device) for form in ("chunk", "triton")),
     ]
@@ -157,17 +159,21 @@ def written_out(given: Inputs, **how: Any) -> Tensor:
     return heads.unflatten(0, (len(q), -1)).transpose(1, 2).to(given["v"].device)
 
 
-def draw_attention(device: str, size: Size, dtype: torch.dtype) -> Inputs:
-    """Heads before tokens, as its kernel likes it."""
-    shape = size.batch, size.heads, size.tokens, size.width
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
-    return leaves(q=q, k=k, v=v)
+def attention(name: str, device: str) -> Contender:
+    """Causal attention, heads before tokens as its kernels like it."""
+    missing = "needs a CUDA device" if name != FLASH and not on_gpu(device) else None
 
+    def draw(size: Size, dtype: torch.dtype) -> Inputs:
+        shape = size.batch, size.heads, size.tokens, size.width
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+        return leaves(q=q, k=k, v=v)
 
-def flash_attention(given: Inputs) -> Tensor:
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        q, k, v = given.values()
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def answer(given: Inputs) -> Tensor:
+        with sdpa_kernel(ATTENTION[name]):
+            q, k, v = given.values()
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return Contender(name, draw, answer, why_not=lambda backward: missing)
 
 
 def of_fla(name: str, device: str) -> Contender:
