@@ -136,6 +136,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         ({"presets": ["gpt"]}, "There is no preset 'gpt'; there are echo-180m"),
         ({"contexts": [0]}, "contexts must be at least 1, got 0"),
         ({"batches": [4, -1]}, "batches must be at least 1, got -1"),
+        ({"contexts": [], "batches": [10**5]}, "batches of 100000 are large: name the contexts"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
     ],
 )

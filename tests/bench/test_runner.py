@@ -93,7 +93,7 @@ def test_other_settings_or_code_begin_anew(tmp_path: Path, monkeypatch: pytest.M
     done: list[str] = []
     measured(bench(["one"], done), tmp_path)
     record, said = measured(bench(["two"], done, config={"rounds": 2}), tmp_path)
-    assert "is replaced" in said
+    assert "it will be replaced" in said
     assert set(record["numbers"]) == {"two"}
     monkeypatch.setattr(runner, "code_digest", lambda: "other")
     measured(bench(["two"], done, config={"rounds": 2}), tmp_path)

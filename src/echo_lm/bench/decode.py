@@ -154,6 +154,9 @@ def bench(
     """A table for each batch, in which all contexts of all models take turns."""
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}.")
+    for batch, some in contexts.items():
+        if not some:
+            raise ValueError(f"batches of {batch} are large: name the contexts they should read.")
     for preset in presets:
         EchoConfig.preset(preset)
     dtype = product_dtype(device)
@@ -243,7 +246,7 @@ def reading(
     """A model that reads, on from one context to the next."""
     state, read = None, 0
     device = model.embedding.weight.device
-    piece = max(1, PIECE["gpu" if device.type == "cuda" else "cpu"] // batch)
+    piece = max(1, PIECE["gpu" if on_gpu(device) else "cpu"] // batch)
     for context in contexts:
         while read < context:
             tell(f"reads {read:,} of {contexts[-1]:,} tokens")
@@ -312,10 +315,11 @@ def cache_bytes(model: EchoLM, batch: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
+    """On a GPU what is free, else half of what there is."""
+    if on_gpu(device):
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def step_at(

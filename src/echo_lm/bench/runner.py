@@ -74,7 +74,7 @@ def run(bench: Bench, out: Path, console: Console) -> Path:
         )
 
     if path.exists() and not tables:
-        say(console, f"{path} is of other code, settings or hardware, and is replaced.")
+        say(console, f"{path} is of other code, settings or hardware: it will be replaced.")
 
     def found() -> Findings:
         return Findings(bench.config, bench.seed, tables, bench.targets(tables))

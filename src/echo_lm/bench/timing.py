@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
@@ -93,14 +94,33 @@ def replayable(
     one, `work` itself and why. `work` must be warm."""
     if not on_gpu(device):
         return work, None
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            work()
+        run_without_waiting(work)
+        return capture(work).replay, None
     except RuntimeError as error:
         torch.cuda.synchronize()
+        # A capture that fails leaves the random numbers to itself; one that succeeds frees them.
+        capture(lambda: torch.zeros((), device=device))
         return work, f"launched from Python: {str(error).splitlines()[0]}"
-    return graph.replay, None
+
+
+def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def run_without_waiting(work: Callable[[], object]) -> None:
+    """Raises where the host would wait for the device, which no graph can hold."""
+    usual = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    finally:
+        torch.cuda.set_sync_debug_mode(usual)
 
 
 class PeakMemory:
