@@ -4,42 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-import torch
 from rich.console import Console
 
-from benchmarks import decode, kernels, parallel, startup
-from benchmarks.record import Findings, save, show
+from benchmarks import decode, parallel, startup
+from echo_lm.bench.record import Findings, save, show
 from echo_lm.results import circumstances
+
+RESULTS = Path(__file__).parents[1] / "results" / "cpu"
 
 BENCHMARKS: dict[str, Callable[[], Findings]] = {
     "startup": startup.measure,
     "parallel": parallel.measure,
     "decode": decode.measure,
 }
-ON_A_GPU: dict[str, Callable[[], Findings]] = {"kernels": kernels.measure}
 
 
 def main(names: list[str]) -> int:
     """Measure, show and write each; 0 if every target was met."""
-    known = BENCHMARKS | ON_A_GPU
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         print(
-            f"There is no benchmark {', '.join(unknown)}; there are {', '.join(known)}.",
+            f"There is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}.",
             file=sys.stderr,
         )
-        return 2
-    if not torch.cuda.is_available() and any(name in ON_A_GPU for name in names):
-        print(f"{', '.join(ON_A_GPU)} needs a CUDA device; there is none here.", file=sys.stderr)
         return 2
     console = Console()
     met = True
     for name in names or BENCHMARKS:
         taken = circumstances()
         with console.status(f"Measuring {name}"):
-            findings = known[name]()
-        path = save(name, findings, taken)
+            findings = BENCHMARKS[name]()
+        path = RESULTS / f"{name}.json"
+        save(path, name, findings, taken)
         show(name, findings, console)
         console.print(f"Written to {path}\n")
         met = met and all(target.met for target in findings.targets)

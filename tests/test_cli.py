@@ -76,6 +76,7 @@ def test_info_of_a_preset(preset: str, shown: list[str]) -> None:
             "rank reads nothing of yours: leave out --text",
         ),
         (["demo", "--seed", "-1"], "seed must be a whole number between 0 and "),
+        (["bench", "ops", "softmax"], "There is no operator 'softmax'; there are ska-exact, "),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(arguments: list[str], sentence: str) -> None:

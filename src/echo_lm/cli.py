@@ -398,6 +398,105 @@ def needle(
     )
 
 
+bench = tyro.extras.SubcommandApp()
+app.command(bench, name="bench", help="Time Echo beside its competitors: ops, decode, train.")
+
+Presets = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PRESET ...]")]
+
+
+@bench.command
+def ops(
+    names: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OPERATOR ...]")
+    ] = (),
+    shapes: tuple[str, ...] = (),
+    rounds: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    out: Path = Path("results/bench"),
+) -> None:
+    """Time SKA beside flash attention, flash-linear-attention and the paper's form.
+
+    First every operator of ours is held to a slower form in fp64; nothing is timed while one is
+    off. Tables are shown, a JSON file and a plot written; the same call again goes on where one
+    stopped.
+
+    Args:
+        names: Some of the operators; flash attention is always among them.
+        shapes: Rows and tokens of each, such as 16x2048.
+        rounds: How often all take turns.
+        seed: Of the inputs.
+        device: Where to run, such as cuda or cpu; a GPU if there is one.
+        out: The folder for what is written.
+    """
+    from echo_lm.bench.ops import run
+
+    run(names, shapes=shapes, rounds=rounds, seed=seed, device=device, out=out)
+
+
+@bench.command
+def decode(
+    presets: Presets = (),
+    contexts: tuple[int, ...] = (),
+    batches: tuple[int, ...] = (),
+    rounds: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    out: Path = Path("results/bench"),
+) -> None:
+    """Time the next token, and weigh the memory, after texts of different lengths.
+
+    Models that read have read so much; attention looks at a cache of that length. Tables are shown,
+    a JSON file and a plot written; the same call again goes on where one stopped.
+
+    Args:
+        presets: The models, with random weights.
+        contexts: How many tokens they have read.
+        batches: Rows that go on at a time.
+        rounds: How often all take turns.
+        seed: Of weights and tokens.
+        device: Where to run, such as cuda or cpu; a GPU if there is one.
+        out: The folder for what is written.
+    """
+    from echo_lm.bench.decode import run
+
+    run(
+        presets,
+        contexts=contexts,
+        batches=batches,
+        rounds=rounds,
+        seed=seed,
+        device=device,
+        out=out,
+    )
+
+
+@bench.command(name="train")
+def bench_train(
+    presets: Presets = (),
+    shapes: tuple[str, ...] = (),
+    rounds: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    out: Path = Path("results/bench"),
+) -> None:
+    """Time a training step of models side by side, on a GPU compiled and not.
+
+    Tables are shown, a JSON file and a plot written; the same call again goes on where one stopped.
+
+    Args:
+        presets: The models, which are compared with each other.
+        shapes: Rows and tokens of a step, such as 16x2048.
+        rounds: How often all take turns.
+        seed: Of weights and tokens.
+        device: Where to run, such as cuda or cpu; a GPU if there is one.
+        out: The folder for what is written.
+    """
+    from echo_lm.bench.train import run
+
+    run(presets, shapes=shapes, rounds=rounds, seed=seed, device=device, out=out)
+
+
 data = tyro.extras.SubcommandApp()
 app.command(data, name="data", help="Text into tokens to train on: prepare, train-tokenizer.")
 

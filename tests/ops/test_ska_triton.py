@@ -1,7 +1,7 @@
 """The Triton kernels under the interpreter, in fp32, against the naive form in fp64.
 
 Sizes are small because the interpreter is slow; on a GPU the same comparison runs at full size with
-`python -m benchmarks.kernels`.
+`echo-lm bench ops`.
 """
 
 from __future__ import annotations

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+
+from echo_lm.extras import need
 
 SKABackend = Literal["auto", "naive", "chunk", "recurrent", "triton"]
 
 SCAN_PACKAGES = ("mamba-ssm", "flash-linear-attention")
 """Outside kernels for the state-space scan."""
+
+FLA_OPERATORS = {
+    "mesa_net": ("fla.ops.mesa_net", "chunk_mesa_net"),
+    "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "simple_gla": ("fla.ops.simple_gla", "chunk_simple_gla"),
+}
+"""Operators of flash-linear-attention that ours are compared with."""
+FLA_GATED = ("gated_delta_rule", "simple_gla")
+FLA_UNSOUND_TRITON = ((3, 4, 0), (3, 7, 1))
+"""From this version on, and before that one, triton compiles the backward of its gated operators
+into wrong gradients on Hopper (its issue 640)."""
+HOPPER = 9
 
 KERNEL_WIDTHS = {
     torch.float32: range(16, 65),
@@ -105,6 +121,35 @@ def why_no_kernel(
 @lru_cache
 def _say_once(message: str) -> None:
     log.warning(message)
+
+
+def fla_operator(name: str) -> Callable[..., Any]:
+    """An operator of flash-linear-attention."""
+    module, function = FLA_OPERATORS[name]
+    operator: Callable[..., Any] = getattr(need(module, "gpu"), function)
+    return operator
+
+
+def why_no_fla(name: str, device: torch.device | str, *, backward: bool) -> str | None:
+    """What keeps an operator of flash-linear-attention from being run here, if anything does."""
+    if torch.device(device).type != "cuda":
+        return "needs a CUDA device"
+    if find_spec("fla") is None:
+        return "flash-linear-attention is not installed: pip install 'echo-lm[gpu]'"
+    if not backward or name not in FLA_GATED:
+        return None
+    triton = installed("triton") or ""
+    hopper = torch.cuda.get_device_capability(device)[0] == HOPPER
+    return unsound_gated_backward(triton) if hopper else None
+
+
+def unsound_gated_backward(triton: str) -> str | None:
+    """What is wrong with the gated backward of flash-linear-attention on Hopper, if anything is."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
+    sound_until, sound_from = FLA_UNSOUND_TRITON
+    if not sound_until <= numbers < sound_from:
+        return None
+    return f"its gated backward is wrong on Hopper with triton {triton}; 3.7.1 cures it"
 
 
 def installed(package: str) -> str | None:
