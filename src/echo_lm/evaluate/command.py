@@ -41,7 +41,7 @@ def run(
     )
     for title, shares in (
         ("By source", found.by_source),
-        ("By place in the window", found.by_place),
+        (f"By place in the {'document' if windows == 'packed' else 'window'}", found.by_place),
         ("Rare tokens in a document", found.rare),
     ):
         console.print(table_of(title, shares))
