@@ -99,8 +99,8 @@ def test_the_loss_and_its_gradients_are_those_of_documents_alone(name: str) -> N
             torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8 * theirs.abs().max())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SHRUNK)
 def test_no_document_moves_a_bit_of_another(name: str, dtype: torch.dtype) -> None:
     model = small_model(name, dtype)
     tokens, begins = random_tokens(model, len(SIZES), TOKENS), starts(goes_on=())

@@ -149,7 +149,7 @@ def describe(batch: TextBatch, rare: Bool[Tensor, " vocab"]) -> dict[str, Tensor
 def read_before(batch: TextBatch) -> Int[Tensor, "b t"]:
     """How many tokens tell each one. A packed document's first is told by the document before."""
     starts = torch.zeros_like(batch.facts) if batch.starts is None else batch.starts
-    place = Documents(starts).place
+    place = Documents.of(starts).place
     return F.pad(place[:, :-1] + 1, (1, 0))
 
 

@@ -226,6 +226,8 @@ def _text_starts(
     None if none does.
     """
     shape = x.shape[:2]
+    if shape[1] < 2 or (position_ids is None and cu_seq_lens is None and seq_idx is None):
+        return None
     for name, numbers in {"position_ids": position_ids, "seq_idx": seq_idx}.items():
         if numbers is not None and tuple(numbers.shape) not in (tuple(shape), (1, shape[1])):
             raise ValueError(

@@ -90,9 +90,9 @@ class ShortConv(nn.Module):
         weight = self.weight.to(history.dtype)
         y = torch.zeros_like(weight[:, 0]) if self.bias is None else self.bias.to(history.dtype)
         for j in range(self.kernel_size):
-            tap = history[:, j : j + tokens]
-            if documents is not None:
-                tap = _where(documents.reach(self.kernel_size - 1 - j), tap)
+            tap, back = history[:, j : j + tokens], self.kernel_size - 1 - j
+            if documents is not None and back:
+                tap = _where(documents.reach(back), tap)
             y = torch.addcmul(y, tap, weight[:, j])
         return F.silu(y) if self.silu else y
 
@@ -132,11 +132,10 @@ def remember(
         rows = torch.arange(len(history), device=history.device).unsqueeze(1)
         places = lengths.unsqueeze(1) + torch.arange(width, device=history.device)
         window = history[rows, places]
-    if documents is not None and width:
-        kept = [documents.at_end(documents.reach(back)) for back in reversed(range(width))]
-        window = _where(torch.stack(kept, dim=1), window)
+    if documents is not None:
+        window = _where(documents.reach_of_end(width), window)
     return history, ConvState(window)
 
 
 def _where(keep: Bool[Tensor, "b t"], x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-    return torch.where(keep.unsqueeze(-1), x, torch.zeros_like(x))
+    return torch.where(keep.unsqueeze(-1), x, 0)

@@ -25,27 +25,21 @@ class Documents:
 
     starts: Bool[Tensor, "b t"]
     """The first token of each; tokens before a row's first one go on with the row's state."""
+    number: Int[Tensor, "b t"]
+    """Of each token's document in its row; 0 is the one that the state has begun."""
+    place: Int[Tensor, "b t"]
+    """How many tokens of its document this call has read before each one."""
     lengths: Int[Tensor, " b"] | None = None
     """Real tokens of each right-padded row; None when all are."""
 
     @classmethod
     def of(cls, starts: Bool[Tensor, "b t"], lengths: Int[Tensor, " b"] | None = None) -> Documents:
         """Padding begins no document."""
+        here = torch.arange(starts.shape[1], device=starts.device)
         if lengths is not None:
-            places = torch.arange(starts.shape[1], device=starts.device)
-            starts = starts & (places < lengths[:, None])
-        return cls(starts, lengths)
-
-    @cached_property
-    def number(self) -> Int[Tensor, "b t"]:
-        """Of each token's document in its row; 0 is the one that the state has begun."""
-        return self.starts.cumsum(1)
-
-    @cached_property
-    def place(self) -> Int[Tensor, "b t"]:
-        """How many tokens of its document this call has read before each one."""
-        here = torch.arange(self.starts.shape[1], device=self.starts.device)
-        return here - torch.where(self.starts, here, 0).cummax(1).values
+            starts = starts & (here < lengths[:, None])
+        first = torch.where(starts, here, 0).cummax(1).values
+        return cls(starts, starts.cumsum(1), here - first, lengths)
 
     def positions(self, count: Int[Tensor, " b"]) -> Int[Tensor, "b t"]:
         """Each token's place in its document, after a state that has read `count` tokens."""
@@ -61,6 +55,11 @@ class Documents:
             return x[:, -1]
         rows = torch.arange(len(x), device=x.device)
         return x[rows, (self.lengths - 1).clamp_min(0)]
+
+    def reach_of_end(self, width: int) -> Bool[Tensor, "b w"]:
+        """Of the last `width` tokens of each row, state included, those of its last document."""
+        back = torch.arange(width - 1, -1, -1, device=self.starts.device)
+        return self.goes_on[:, None] | (self.at_end(self.place)[:, None] >= back)
 
     @property
     def goes_on(self) -> Bool[Tensor, " b"]:
