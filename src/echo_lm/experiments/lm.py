@@ -280,7 +280,10 @@ def recalling(done: Sequence[Finished]) -> list[str]:
         return []
     ordered = sorted(by_model.items(), key=lambda found: -found[1])
     told = ", ".join(f"{model} {less:.3f}" for model, less in ordered)
-    return [f"The second token of a rare pair costs less again than first, by nats: {told}."]
+    return [
+        f"The second token of a rare pair costs less again than first, by nats: {told}. What comes "
+        "again is commoner too, so that only what models differ in tells of recall."
+    ]
 
 
 def draw_learning(ax: Any, cells: Sequence[Finished], look: Mapping[str, Any]) -> None:
