@@ -355,7 +355,9 @@ def test_remarks_are_of_the_numbers() -> None:
         "Echo (ours) against Echo (paper): -0.5000 nats a token in one seed, no worse.",
         "The second token of a rare pair costs less again than first, by nats: Echo (ours) 2.000, "
         "Echo (ours, tied start) 2.000, Transformer 2.000, Mamba-2 + SwiGLU 2.000, Echo (paper) "
-        "2.000.",
+        "2.000. What comes again is commoner too, so that only what models differ in tells of "
+        "recall.",
+        lm.SPEED,
         "Mamba-2 + attention: Step 3",
     ]
     apart = lm.same_order([cell("Transformer"), cell("Echo (ours)", order="b")])

@@ -41,6 +41,11 @@ from echo_lm.train import Diverged
 
 TOKENS: dict[Scale, int] = {"smoke": 100_000, "full": 200_000_000}
 
+SPEED = (
+    "Tokens a second are of training, the median of the run; what else the machine did at its "
+    "start is the load in each record."
+)
+
 Numbers = Mapping[str, Any]
 
 
@@ -113,7 +118,7 @@ class LanguageModels(OnText):
     def remarks(self, done: Sequence[Finished]) -> list[str]:
         good = whole(done)
         lost = [f"{c.settings['model']}: {c.numbers['diverged']}" for c in done if c not in good]
-        return [same_order(good), *standing(good), *recalling(good), *lost] if good else lost
+        return [same_order(good), *standing(good), *recalling(good), SPEED, *lost] if good else lost
 
     def draw(self, done: Sequence[Finished], path: Path) -> None:
         with figure(path, columns=3, size=(4.0, 3.2)) as axes:
@@ -275,7 +280,10 @@ def recalling(done: Sequence[Finished]) -> list[str]:
         return []
     ordered = sorted(by_model.items(), key=lambda found: -found[1])
     told = ", ".join(f"{model} {less:.3f}" for model, less in ordered)
-    return [f"The second token of a rare pair costs less again than first, by nats: {told}."]
+    return [
+        f"The second token of a rare pair costs less again than first, by nats: {told}. What comes "
+        "again is commoner too, so that only what models differ in tells of recall."
+    ]
 
 
 def draw_learning(ax: Any, cells: Sequence[Finished], look: Mapping[str, Any]) -> None:

@@ -191,7 +191,9 @@ class NeedlesInProse(OnMaterial):
             f"Numbers found at any depth, in percent, by tokens of text: after {budget(good)}, "
             f"{told['steps']:,} steps of needles in at most {told['trained on at most']:,}"
         )
-        return [Table(title, ["model", "parameters", "lr", *(f"{n:,}" for n in lengths)], rows)]
+        return [
+            Table(title, ["model", "parameters", "lr before", *(f"{n:,}" for n in lengths)], rows)
+        ]
 
     def remarks(self, done: Sequence[Finished]) -> list[str]:
         lost = [cell.numbers["diverged"] for cell in done if cell.numbers["diverged"]]
