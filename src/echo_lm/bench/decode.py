@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
+from echo_lm.bench.parity import ParityError, badness, error
 from echo_lm.bench.record import Row, Target
 from echo_lm.bench.runner import Bench, Cell, Tables, Tell, usually
 from echo_lm.bench.runner import run as run_bench
@@ -53,6 +54,11 @@ STEPS = 64
 """In a round: exact SKA makes its inverse anew every so many tokens."""
 FREE = 0.9
 """The share of free memory that a cache may take."""
+PROMPT, WRITTEN = 70, 70
+"""Tokens: both sides of a chunk's boundary."""
+STEP_ERROR = 1e-3
+"""In fp32 an inverse multiplies rounding by up to |k|^2 / ridge, 60 for ours and 1000 for the
+paper's; the layers above pass it on."""
 FLAT = 1.05
 FASTER = 10.0
 FASTER_AT = 131072, 64
@@ -161,6 +167,11 @@ def bench(
         EchoConfig.preset(preset)
     dtype = product_dtype(device)
     cells = [
+        Cell(f"parity of {preset}", partial(check_steps, preset, device))
+        for preset in presets
+        if "attention" not in EchoConfig.preset(preset).mixers
+    ]
+    cells += [
         Cell(title_of(batch), partial(compare, presets, some, batch, rounds, dtype, device))
         for batch, some in contexts.items()
     ]
@@ -184,6 +195,8 @@ def bench(
             "x attention": "tokens a second over those of the model with attention in the place "
             "of SKA, likewise",
             "MiB": "of all that is remembered of a batch",
+            "parity": f"of a stream in fp32, {PROMPT} tokens and {WRITTEN} written, to one pass "
+            "over them in fp64, in the norm: of logits, and of the worst tensor of the state",
         },
         seed=seed,
         cells=cells,
@@ -195,6 +208,39 @@ def bench(
 
 def title_of(batch: int) -> str:
     return f"batch {batch}"
+
+
+def check_steps(preset: str, device: str, tell: Tell) -> list[Row]:
+    """Hold the steps of a model to its parallel form; raises if they are not the same."""
+    model = EchoLM(EchoConfig.preset(preset)).to(device).eval()
+    for mixer in model.mixers():
+        nn.init.xavier_uniform_(mixer.out_proj.weight)  # SKA starts silent
+    return [{"what": preset, **step_errors(model), "allowed": STEP_ERROR}]
+
+
+@torch.no_grad()
+def step_errors(model: EchoLM) -> Row:
+    """Of logits and state after a prompt and some tokens, relative in the norm."""
+    text = random_text(model, 2, PROMPT)
+    stream = model.stream(text, max_new_tokens=WRITTEN)
+    written = torch.stack(list(stream), dim=1)
+    logits, state = stream.logits, stream.state
+    truth = model.double()(torch.cat([text, written[:, :-1]], dim=1), return_state=True)
+    held = state.to_dict()
+    errors = {
+        name: error(held[name], wanted)
+        for name, wanted in truth.state.to_dict().items()
+        if isinstance(wanted, Tensor)
+    }
+    worst = max(errors, key=lambda name: badness(errors[name]))
+    off = {"error of logits": error(logits, truth.logits[:, -1]), "of state": errors[worst]}
+    if not max(map(badness, off.values())) < STEP_ERROR:
+        raise ParityError(
+            f"Steps are not the parallel form: logits are off by {off['error of logits']:.1e}, "
+            f"{worst} of the state by {errors[worst]:.1e}, and {STEP_ERROR:.0e} is what rounding "
+            "may cost; no speed is reported."
+        )
+    return {**off, "in": worst}
 
 
 @torch.inference_mode()
@@ -348,7 +394,7 @@ def step_seconds(step: Callable[[], object], device: torch.device) -> float:
 def targets(tables: Tables) -> list[Target]:
     """Flat in the context, and so many times the tokens of attention."""
     found = []
-    for title, rows in tables.items():
+    for title, rows in timed(tables).items():
         for row in rows:
             name, context = row["what"], row["context"]
             if name not in SAME_SHAPE or row["ms"] is None:
@@ -363,8 +409,14 @@ def targets(tables: Tables) -> list[Target]:
     return found
 
 
+def timed(tables: Tables) -> Tables:
+    """Those of a batch."""
+    return {title: rows for title, rows in tables.items() if "context" in rows[0]}
+
+
 def draw(tables: Tables, path: Path) -> None:
     """Time and memory against the context, a column for each batch."""
+    tables = timed(tables)
     panels = {"ms": "ms for a step", "MiB": "MiB remembered"}
     with figure(path, rows=len(panels), columns=len(tables)) as axes:
         for column, (title, rows) in enumerate(tables.items()):
