@@ -12,7 +12,8 @@ from torch import Tensor
 
 from echo_lm import EchoConfig, EchoLM
 from echo_lm.bench import decode
-from echo_lm.bench.decode import AttentionWithRoom, cache_bytes, random_text
+from echo_lm.bench.cache import FREE, AttentionWithRoom, cache_bytes
+from echo_lm.bench.decode import random_text
 from echo_lm.bench.parity import ParityError
 from echo_lm.bench.record import Row
 from echo_lm.layers import Attention, SpectralKoopmanAttention
@@ -105,7 +106,7 @@ def test_a_cache_weighs_what_the_model_s_own_does() -> None:
 @torch.inference_mode()
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model = EchoLM(EchoConfig.preset("synthetic-attention"))
-    room = 41 * cache_bytes(model, 1) / decode.FREE
+    room = 41 * cache_bytes(model, 1) / FREE
     monkeypatch.setattr(decode, "free_bytes", lambda device: room)
     assert [context for context, _ in decode.with_room(model, [20, 30, 60], 1, quiet)] == [20, 30]
     rows = decode.compare(["synthetic-attention"], [20, 60], 1, 1, torch.float32, "cpu", quiet)
