@@ -12,7 +12,7 @@ from benchmarks import decode, parallel, startup
 from echo_lm.bench.record import Findings, save, show
 from echo_lm.results import circumstances
 
-RESULTS = Path(__file__).parents[1] / "results" / "cpu"
+RESULTS = Path(__file__).parents[1] / "results"
 
 BENCHMARKS: dict[str, Callable[[], Findings]] = {
     "startup": startup.measure,
@@ -36,7 +36,7 @@ def main(names: list[str]) -> int:
         taken = circumstances()
         with console.status(f"Measuring {name}"):
             findings = BENCHMARKS[name]()
-        path = RESULTS / f"{name}.json"
+        path = RESULTS / findings.device / f"{name}.json"
         save(path, name, findings, taken)
         show(name, findings, console)
         console.print(f"Written to {path}\n")

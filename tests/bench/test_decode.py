@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from echo_lm import EchoConfig, EchoLM
 from echo_lm.bench import decode
-from echo_lm.bench.decode import AttentionWithRoom, cache_bytes, random_text
+from echo_lm.bench.cache import FREE, AttentionWithRoom, cache_bytes
+from echo_lm.bench.decode import random_text
+from echo_lm.bench.parity import ParityError
 from echo_lm.bench.record import Row
-from echo_lm.layers import Attention
+from echo_lm.layers import Attention, SpectralKoopmanAttention
 
 from .runs import measured
 
@@ -28,7 +31,10 @@ def test_both_kinds_of_model_at_every_context(tmp_path: Path) -> None:
     bench = decode.bench(PRESETS, {1: [20, 80], 3: [20]}, rounds=2, seed=0, device="cpu")
     record, said = measured(bench, tmp_path)
     assert record["config"]["contexts"] == {"1": [20, 80], "3": [20]}
-    one, three = record["numbers"]["batch 1"], record["numbers"]["batch 3"]
+    parity, one, three = record["numbers"].values()
+    assert parity[0]["what"] == "synthetic-ska"
+    assert 0 < parity[0]["error of logits"] < parity[0]["allowed"]
+    assert 0 < parity[0]["of state"] < parity[0]["allowed"]
     assert [(row["what"], row["context"]) for row in one] == [
         (preset, context) for preset in PRESETS for context in (20, 80)
     ]
@@ -45,6 +51,29 @@ def test_both_kinds_of_model_at_every_context(tmp_path: Path) -> None:
         assert row["tokens/s"] == pytest.approx(1e3 * batch / row["ms"])
     assert ska["x shortest"] == cache["x shortest"] == 1
     assert "The targets are for a GPU." in said
+
+
+@pytest.mark.parametrize("preset", ["synthetic-ska", "synthetic-ska-paper", "mamba3-cg-ska-tool"])
+def test_nothing_is_timed_while_steps_are_wrong(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single token is read as if its queries were a little longer."""
+
+    def no_clock(*given: object) -> list[Row]:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(decode, "compare", no_clock)
+    project = SpectralKoopmanAttention.project
+
+    def wrong(self: Any, x: Tensor, *given: Any, **options: Any) -> Any:
+        q, *rest = project(self, x, *given, **options)
+        return (q if x.shape[1] > 1 else 1.02 * q, *rest)
+
+    monkeypatch.setattr(SpectralKoopmanAttention, "project", wrong)
+    bench = decode.bench([preset], {1: [8]}, rounds=1, seed=0, device="cpu")
+    with pytest.raises(ParityError, match=r"Steps are not the parallel form: .* no speed is"):
+        measured(bench, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_attention_over_a_cache_that_lies_ready_is_attention() -> None:
@@ -77,7 +106,7 @@ def test_a_cache_weighs_what_the_model_s_own_does() -> None:
 @torch.inference_mode()
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model = EchoLM(EchoConfig.preset("synthetic-attention"))
-    room = 41 * cache_bytes(model, 1) / decode.FREE
+    room = 41 * cache_bytes(model, 1) / FREE
     monkeypatch.setattr(decode, "free_bytes", lambda device: room)
     assert [context for context, _ in decode.with_room(model, [20, 30, 60], 1, quiet)] == [20, 30]
     rows = decode.compare(["synthetic-attention"], [20, 60], 1, 1, torch.float32, "cpu", quiet)

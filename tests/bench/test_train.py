@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from echo_lm import EchoConfig, EchoLM
 from echo_lm.bench import train
+from echo_lm.bench.parity import ParityError
 from echo_lm.bench.record import Row
 from echo_lm.train.speed import flops_per_token
 
@@ -32,6 +35,7 @@ def test_models_take_steps_side_by_side(tmp_path: Path) -> None:
             assert row["compiled"] == "no"
             assert row["tokens/s"] == pytest.approx(1e3 * tokens / row["ms"])
             assert row["TFLOP/s"] == pytest.approx(row["tokens/s"] * flops / 1e12)
+            assert row["first loss"] == pytest.approx(math.log(128), rel=0.3)
             assert row["share"] == pytest.approx(row["TFLOP/s"] / best["TFLOP/s"])
     assert "a CPU compiles nothing" in said
     assert record["targets"] == []
@@ -56,6 +60,24 @@ def test_only_what_is_compiled_may_fail(monkeypatch: pytest.MonkeyPatch) -> None
     assert train.begin("a", (1, 2), True, 0, "cpu") == "RuntimeError: cannot"
     with pytest.raises(RuntimeError, match="cannot"):
         train.begin("a", (1, 2), False, 0, "cpu")
+
+
+def test_a_compiled_model_is_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the compiled one, if it may be called so, begins from other weights."""
+    real = train.warm_up
+
+    def warm_up(preset: str, shape: Any, compiled: bool, seed: int, device: str) -> train.Trained:
+        return real(preset, shape, False, seed + wrong * compiled, device)
+
+    monkeypatch.setattr(train, "warm_up", warm_up)
+    monkeypatch.setattr(train, "compiling", lambda device: nullcontext((False, True)))
+    arguments = ["synthetic-ssm"], (1, 12), 1, 0, "cpu", lambda what: None
+    wrong = False
+    plain, compiled, _ = train.compare(*arguments)
+    assert plain["first loss"] == compiled["first loss"]
+    wrong = True
+    with pytest.raises(ParityError, match=r"synthetic-ssm has a loss of .* no speed is reported"):
+        train.compare(*arguments)
 
 
 def test_targets_are_of_each_model_at_its_fastest() -> None:

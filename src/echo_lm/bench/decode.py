@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Self, cast
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
+from echo_lm.bench.cache import (
+    FREE,
+    AttentionWithRoom,
+    cache_bytes,
+    free_bytes,
+    give_room,
+)
+from echo_lm.bench.parity import ParityError, badness, error
 from echo_lm.bench.record import Row, Target
 from echo_lm.bench.runner import Bench, Cell, Tables, Tell, usually
 from echo_lm.bench.runner import run as run_bench
 from echo_lm.bench.timing import finish, interleaved, on_gpu, ratio, replayable, warm
 from echo_lm.layers import Attention
 from echo_lm.model.config import EchoConfig
-from echo_lm.model.lm import Block, EchoLM
+from echo_lm.model.lm import EchoLM
 from echo_lm.model.state import EchoState
 from echo_lm.ops.backends import pick_device, product_dtype
 from echo_lm.plots import figure, line
@@ -51,51 +55,15 @@ PIECE = {"gpu": 2**16, "cpu": 2**11}
 ROUNDS = {"gpu": 15, "cpu": 7}
 STEPS = 64
 """In a round: exact SKA makes its inverse anew every so many tokens."""
-FREE = 0.9
-"""The share of free memory that a cache may take."""
+PROMPT, WRITTEN = 70, 70
+"""Tokens: both sides of a chunk's boundary."""
+STEP_ERROR = 1e-3
+"""In fp32 an inverse multiplies rounding by up to |k|^2 / ridge, 60 for ours and 1000 for the
+paper's; the layers above pass it on."""
 FLAT = 1.05
 FASTER = 10.0
 FASTER_AT = 131072, 64
 """Context and batch of that target."""
-
-
-class AttentionWithRoom(Attention):
-    """Attention at one length of a cache that lies ready: a step fills the last slot and looks at
-    all.
-
-    `layers.Attention` gives a new cache for every token, as any state of Echo is a value; to copy
-    it would take longer than to read it.
-    """
-
-    keys: Float[Tensor, "b h slots p"]
-    values: Float[Tensor, "b h slots p"]
-    length: int
-
-    @classmethod
-    def of(cls, attention: Attention, batch: int, slots: int) -> Self:
-        """The same weights over a cache of random keys and values."""
-        weight = attention.k_proj.weight
-        with torch.device(weight.device):
-            layer = cls(attention.dim, heads=attention.heads, rope_theta=attention.rope_theta)
-        layer.to(weight.dtype).load_state_dict(attention.state_dict())
-        shape = batch, attention.heads, slots, attention.dim // attention.heads
-        layer.keys, layer.values = (
-            torch.randn(shape, device=weight.device, dtype=weight.dtype) for _ in range(2)
-        )
-        layer.length = slots
-        return layer
-
-    def forward(
-        self, x: Float[Tensor, "b 1 d"], state: Any = None, **options: Any
-    ) -> tuple[Float[Tensor, "b 1 d"], Any]:
-        last = self.length - 1
-        count = torch.full_like(x[:, 0, 0], last, dtype=torch.int64)
-        q, k, v = self._project(x, count)
-        self.keys[:, :, last], self.values[:, :, last] = k[:, 0], v[:, 0]
-        keys, values = (cache[:, :, : self.length] for cache in (self.keys, self.values))
-        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values)
-        y: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(-2))
-        return y, state
 
 
 @dataclass(frozen=True)
@@ -161,6 +129,11 @@ def bench(
         EchoConfig.preset(preset)
     dtype = product_dtype(device)
     cells = [
+        Cell(f"parity of {preset}", partial(check_steps, preset, device))
+        for preset in presets
+        if "attention" not in EchoConfig.preset(preset).mixers
+    ]
+    cells += [
         Cell(title_of(batch), partial(compare, presets, some, batch, rounds, dtype, device))
         for batch, some in contexts.items()
     ]
@@ -184,6 +157,8 @@ def bench(
             "x attention": "tokens a second over those of the model with attention in the place "
             "of SKA, likewise",
             "MiB": "of all that is remembered of a batch",
+            "parity": f"of a stream in fp32, {PROMPT} tokens and {WRITTEN} written, to one pass "
+            "over them in fp64, in the norm: of logits, and of the worst tensor of the state",
         },
         seed=seed,
         cells=cells,
@@ -195,6 +170,39 @@ def bench(
 
 def title_of(batch: int) -> str:
     return f"batch {batch}"
+
+
+def check_steps(preset: str, device: str, tell: Tell) -> list[Row]:
+    """Hold the steps of a model to its parallel form; raises if they are not the same."""
+    model = EchoLM(EchoConfig.preset(preset)).to(device).eval()
+    for mixer in model.mixers():
+        nn.init.xavier_uniform_(mixer.out_proj.weight)  # SKA starts silent
+    return [{"what": preset, **step_errors(model), "allowed": STEP_ERROR}]
+
+
+@torch.no_grad()
+def step_errors(model: EchoLM) -> Row:
+    """Of logits and state after a prompt and some tokens, relative in the norm."""
+    text = random_text(model, 2, PROMPT)
+    stream = model.stream(text, max_new_tokens=WRITTEN)
+    written = torch.stack(list(stream), dim=1)
+    logits, state = stream.logits, stream.state
+    truth = model.double()(torch.cat([text, written[:, :-1]], dim=1), return_state=True)
+    held = state.to_dict()
+    errors = {
+        name: error(held[name], wanted)
+        for name, wanted in truth.state.to_dict().items()
+        if isinstance(wanted, Tensor)
+    }
+    worst = max(errors, key=lambda name: badness(errors[name]))
+    off = {"error of logits": error(logits, truth.logits[:, -1]), "of state": errors[worst]}
+    if not max(map(badness, off.values())) < STEP_ERROR:
+        raise ParityError(
+            f"Steps are not the parallel form: logits are off by {off['error of logits']:.1e}, "
+            f"{worst} of the state by {errors[worst]:.1e}, and {STEP_ERROR:.0e} is what rounding "
+            "may cost; no speed is reported."
+        )
+    return {**off, "in": worst}
 
 
 @torch.inference_mode()
@@ -296,32 +304,6 @@ def with_room(
         yield context, Reader(seconds, (context + 1) * each + besides, note)
 
 
-def give_room(model: EchoLM, batch: int, slots: int) -> list[AttentionWithRoom]:
-    """Put caches under the attention layers of a model."""
-    layers = []
-    for block in model.blocks:
-        mixers = cast(Block, block).mixers
-        for i, mixer in enumerate(mixers):
-            if isinstance(mixer, Attention):
-                mixers[i] = layer = AttentionWithRoom.of(mixer, batch, slots)
-                layers.append(layer)
-    return layers
-
-
-def cache_bytes(model: EchoLM, batch: int) -> int:
-    """Of one token of every row: its keys and values."""
-    attending = [mixer for mixer in model.mixers() if isinstance(mixer, Attention)]
-    return sum(2 * batch * mixer.dim * mixer.k_proj.weight.itemsize for mixer in attending)
-
-
-def free_bytes(device: torch.device) -> int:
-    """On a GPU what is free, else half of what there is."""
-    if on_gpu(device):
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 def step_at(
     model: EchoLM,
     layers: Sequence[AttentionWithRoom],
@@ -348,7 +330,7 @@ def step_seconds(step: Callable[[], object], device: torch.device) -> float:
 def targets(tables: Tables) -> list[Target]:
     """Flat in the context, and so many times the tokens of attention."""
     found = []
-    for title, rows in tables.items():
+    for title, rows in timed(tables).items():
         for row in rows:
             name, context = row["what"], row["context"]
             if name not in SAME_SHAPE or row["ms"] is None:
@@ -363,8 +345,14 @@ def targets(tables: Tables) -> list[Target]:
     return found
 
 
+def timed(tables: Tables) -> Tables:
+    """Those of a batch."""
+    return {title: rows for title, rows in tables.items() if "context" in rows[0]}
+
+
 def draw(tables: Tables, path: Path) -> None:
     """Time and memory against the context, a column for each batch."""
+    tables = timed(tables)
     panels = {"ms": "ms for a step", "MiB": "MiB remembered"}
     with figure(path, rows=len(panels), columns=len(tables)) as axes:
         for column, (title, rows) in enumerate(tables.items()):

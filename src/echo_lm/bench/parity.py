@@ -38,7 +38,7 @@ def check(contender: Contender, size: Size, dtype: torch.dtype) -> Row:
     wanted = both_passes(truth.answer, in_fp64(given), dy)
     case = f"{contender.name} in {str(dtype)[6:]}, {size.tokens} tokens, rank {size.rank}"
     errors = {name: error(x, wanted[name]) for name, x in found.items()}
-    worst = max(errors, key=lambda name: rank(errors[name]))
+    worst = max(errors, key=lambda name: badness(errors[name]))
     limit = ROUNDED[dtype] + truth.rounding(given)
     if not errors[worst] < limit:
         raise ParityError(
@@ -65,11 +65,11 @@ def in_fp64(given: Inputs) -> Inputs:
 
 def error(found: Tensor, wanted: Tensor) -> float:
     """In the norm, as a part of it."""
-    found, wanted = found.detach().double(), wanted.detach()
+    found, wanted = found.detach().double(), wanted.detach().double()
     size = wanted.norm().clamp_min(torch.finfo(wanted.dtype).tiny)
     return float((found - wanted).norm() / size)
 
 
-def rank(error: float) -> float:
+def badness(error: float) -> float:
     """What is not a number is worse than any."""
     return float("inf") if error != error else error

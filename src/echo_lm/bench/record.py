@@ -41,6 +41,8 @@ class Findings:
     seed: int | None
     tables: Mapping[str, Sequence[Row]]
     targets: Sequence[Target]
+    device: str = "cpu"
+    """The folder of `results` that a benchmark of `benchmarks/` is filed under."""
 
 
 def save(path: Path, name: str, findings: Findings, circumstances: Mapping[str, Any]) -> None:

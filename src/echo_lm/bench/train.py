@@ -16,6 +16,7 @@ from jaxtyping import Int
 from rich.console import Console
 from torch import Tensor
 
+from echo_lm.bench.parity import ParityError
 from echo_lm.bench.record import Row, Target
 from echo_lm.bench.runner import Bench, Cell, Tables, Tell, parse_shape, usually
 from echo_lm.bench.runner import run as run_bench
@@ -46,6 +47,8 @@ STEPS = {"gpu": 4, "cpu": 1}
 """Of a round."""
 WARM_STEPS = 2
 RATE = "matrix product"
+LOSS_ERROR = 1e-2
+"""Relative: a compiler may round bf16 elsewhere, by 4e-3 each time."""
 SHARE = 0.4
 FASTER = {2048: 1.0, 16384: 2.0}
 """Tokens a second over those of the Transformer, at each length."""
@@ -78,6 +81,8 @@ class Trained:
 
     run: Run
     gib: float | None
+    loss: float
+    """Of the first step."""
 
 
 def run(
@@ -171,11 +176,15 @@ def compare(
         for preset, compiled in product(group, variants):
             tell(f"{preset}{', compiled' if compiled else ''}")
             row: Row = {"what": preset, "compiled": "yes" if compiled else "no"}
-            row |= dict.fromkeys(("ms", "tokens/s", "TFLOP/s", "share", "GiB", "note"))
+            row |= dict.fromkeys(
+                ("ms", "tokens/s", "TFLOP/s", "share", "GiB", "first loss", "note")
+            )
             rows.append(row)
             found = begin(preset, shape, compiled, seed, device)
             if isinstance(found, Trained):
                 warm[preset, compiled] = found
+                row["first loss"] = found.loss
+                check_loss(preset, warm.get((preset, False)), found)
             else:
                 row["note"] = f"did not run: {found}"
         tell("timing")
@@ -222,6 +231,7 @@ def begin(
 
 def warm_up(preset: str, shape: tuple[int, int], compiled: bool, seed: int, device: str) -> Trained:
     memory = PeakMemory(device)
+    torch.manual_seed(seed)
     model = EchoLM(EchoConfig.preset(preset)).to(device)
     text = SameText(torch.randint(model.config.vocab_size, shape, device=device))
     config = TrainConfig(
@@ -230,7 +240,17 @@ def warm_up(preset: str, shape: tuple[int, int], compiled: bool, seed: int, devi
     run = Run(model, text, text, config, None, Alone())
     for _ in range(WARM_STEPS):
         run.take_step()
-    return Trained(run, memory.of(run.take_step))
+    loss = float(run.unread[0][1][0])
+    return Trained(run, memory.of(run.take_step), loss)
+
+
+def check_loss(preset: str, plain: Trained | None, compiled: Trained) -> None:
+    """What a compiler makes of a model must still be that model."""
+    if plain is not None and not abs(compiled.loss - plain.loss) < LOSS_ERROR * plain.loss:
+        raise ParityError(
+            f"{preset} has a loss of {plain.loss:.4f} in its first step, and compiled of "
+            f"{compiled.loss:.4f}; no speed is reported."
+        )
 
 
 def step_seconds(run: Run, device: str) -> float:
