@@ -94,12 +94,13 @@ class Mamba2(nn.Module):
         *,
         lengths: Int[Tensor, " b"] | None = None,
         return_state: bool = True,
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], Mamba2State | None]:
         check_call(x, self.dim, state, Mamba2State)
         state = self.init_state(x.shape[0]) if state is None else state
         z, mixed, dt = self.in_proj(x).split(self.in_widths, dim=-1)
         mixed, conv = self.conv(mixed, state.conv, lengths=lengths)
-        y, scan = self._scan(mixed, dt, state.ssd, lengths)
+        y, scan = self._scan(mixed, dt, state.ssd, lengths, in_place)
         out: Tensor = self.out_proj(self.norm(y.flatten(2), z))
         return out, Mamba2State(conv, scan) if return_state else None
 
@@ -109,6 +110,7 @@ class Mamba2(nn.Module):
         dt: Float[Tensor, "b t h"],
         state: SSDState,
         lengths: Int[Tensor, " b"] | None,
+        in_place: bool,
     ) -> tuple[Float[Tensor, "b t h p"], SSDState]:
         wide = torch.promote_types(dt.dtype, torch.float32)
         keys = self.groups * self.state_dim
@@ -125,6 +127,7 @@ class Mamba2(nn.Module):
             state=state,
             return_state=True,
             lengths=lengths,
+            in_place=in_place,
             chunk_size=self.chunk_size,
         )
         return y + self.D.unsqueeze(-1) * x, state

@@ -134,6 +134,7 @@ class Mamba3(nn.Module):
         *,
         lengths: Int[Tensor, " b"] | None = None,
         return_state: bool = True,
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], Mamba3State | None]:
         check_call(x, self.dim, state, Mamba3State)
         state = self.init_state(x.shape[0]) if state is None else state
@@ -141,7 +142,9 @@ class Mamba3(nn.Module):
         conv = state.conv
         if self.conv is not None:
             value, conv = self.conv(value, conv, lengths=lengths)
-        y, scan = self._scan(self._to_ranks(value, self.mimo_x), choices, state.ssd, lengths)
+        y, scan = self._scan(
+            self._to_ranks(value, self.mimo_x), choices, state.ssd, lengths, in_place
+        )
         if self.gate:
             y = y * F.silu(self._to_ranks(z, self.mimo_z))
         if self.mimo_o is not None:
@@ -155,6 +158,7 @@ class Mamba3(nn.Module):
         choices: list[Tensor],
         state: SSDState,
         lengths: Int[Tensor, " b"] | None,
+        in_place: bool,
     ) -> tuple[Float[Tensor, "b t h r p"], SSDState]:
         """The recurrence with the skip D x; `choices` is B, C, dt, A, trapezoid, angle."""
         B, C, dt, rate, trapezoid, angle = (choice.to(x.dtype) for choice in choices)
@@ -171,6 +175,7 @@ class Mamba3(nn.Module):
             state=state,
             return_state=True,
             lengths=lengths,
+            in_place=in_place,
             chunk_size=self.chunk_size,
         )
         return y + self.D[:, None, None] * x, state

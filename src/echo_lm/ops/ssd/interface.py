@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from echo_lm.ops.checks import require_finite
+from echo_lm.ops.checks import refuse_in_place, require_finite, wants_gradient
 from echo_lm.ops.ssd.checks import check_inputs, check_lengths, check_state
 from echo_lm.ops.ssd.chunk import ssd_chunk
 from echo_lm.ops.ssd.naive import ssd_naive
@@ -46,6 +46,7 @@ def ssd(
     state: SSDState | None = None,
     return_state: Literal[False] = False,
     lengths: Int[Tensor, " b"] | None = None,
+    in_place: bool = False,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> Float[Tensor, "b t h *r p"]: ...
@@ -64,6 +65,7 @@ def ssd(
     state: SSDState | None = None,
     return_state: Literal[True],
     lengths: Int[Tensor, " b"] | None = None,
+    in_place: bool = False,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> tuple[Float[Tensor, "b t h *r p"], SSDState]: ...
@@ -81,6 +83,7 @@ def ssd(
     state: SSDState | None = None,
     return_state: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
+    in_place: bool = False,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> Float[Tensor, "b t h *r p"] | tuple[Float[Tensor, "b t h *r p"], SSDState]:
@@ -94,14 +97,17 @@ def ssd(
 
     x, B and C all have a rank axis before the last one or none has. Groups of heads share B and C.
     log_decay must not be positive. `state` is that of an earlier call, which this one continues;
-    with `return_state` the answer is `(y, state)`. `lengths` says how many tokens of each
-    right-padded row are real; y is zero behind them. Sums and state are fp32 (fp64 for fp64 x).
+    with `return_state` the answer is `(y, state)`. With `in_place` the state given may be written
+    over and is worth nothing afterwards; this takes no gradients. `lengths` says how many tokens of
+    each right-padded row are real; y is zero behind them. Sums and state are fp32 (fp64 for fp64
+    x).
     """
     scalars = {"log_decay": log_decay, "gamma": gamma} | ({} if beta is None else {"beta": beta})
     check_inputs(x, B, C, angle, **scalars)
     check_lengths(lengths, x)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, but a chunk has at least one token.")
+    refuse_in_place(in_place, wants_gradient(x, B, C, angle, *scalars.values(), state=state))
     form = choose_form(backend, x.shape[1])
     ranked = x.dim() == 5
     if not ranked:
@@ -109,7 +115,9 @@ def ssd(
     old = begin(x, B, beta, angle, state)
     with torch.autocast(x.device.type, enabled=False):
         angle = turn(angle, lengths, old)
-        problem = prepare(x, B, C, log_decay, gamma, beta, angle, lengths, old, chunk_size)
+        problem = prepare(
+            x, B, C, log_decay, gamma, beta, angle, lengths, old, chunk_size, in_place
+        )
         y, h = form(problem)
         y = (y if ranked else y.squeeze(3)).to(x.dtype)
         return (y, remember(problem, h, angle, lengths)) if return_state else y
@@ -159,6 +167,7 @@ def prepare(
     lengths: Int[Tensor, " b"] | None,
     state: SSDState,
     chunk_size: int,
+    in_place: bool,
 ) -> Problem:
     """Widen everything, blank the padding, rotate."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -175,7 +184,7 @@ def prepare(
         beta = without_padding(beta.to(dtype), lengths)
         require_finite(beta=beta)
         trapezoid = Trapezoid(beta, state.x.to(dtype), state.B.to(dtype))
-    return Problem(x, B, C, log_decay, gamma, trapezoid, state.h.to(dtype), chunk_size)
+    return Problem(x, B, C, log_decay, gamma, trapezoid, state.h.to(dtype), chunk_size, in_place)
 
 
 def remember(
