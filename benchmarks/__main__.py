@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 
-from benchmarks import decode, kernels, parallel, startup
+from benchmarks import decode, kernels, parallel, startup, steps
 from benchmarks.record import Findings, save, show
 from echo_lm.results import circumstances
 
@@ -17,7 +17,10 @@ BENCHMARKS: dict[str, Callable[[], Findings]] = {
     "parallel": parallel.measure,
     "decode": decode.measure,
 }
-ON_A_GPU: dict[str, Callable[[], Findings]] = {"kernels": kernels.measure}
+ON_A_GPU: dict[str, Callable[[], Findings]] = {
+    "kernels": kernels.measure,
+    "steps": steps.measure,
+}
 
 
 def main(names: list[str]) -> int:
@@ -30,8 +33,9 @@ def main(names: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    if not torch.cuda.is_available() and any(name in ON_A_GPU for name in names):
-        print(f"{', '.join(ON_A_GPU)} needs a CUDA device; there is none here.", file=sys.stderr)
+    on_a_gpu = [name for name in names if name in ON_A_GPU]
+    if on_a_gpu and not torch.cuda.is_available():
+        print(f"For {', '.join(on_a_gpu)} a CUDA device is needed; none is here.", file=sys.stderr)
         return 2
     console = Console()
     met = True

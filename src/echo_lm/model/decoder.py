@@ -75,6 +75,15 @@ def step(
     return out.logits[:, -1], out.state
 
 
+def step_over(
+    model: EchoLM, tokens: Int[Tensor, " b"], state: EchoState
+) -> Float[Tensor, "b vocab"]:
+    """Logits; the state to go on from is in every tensor of the one given."""
+    logits, after = step(model, tokens, state)
+    state.write_over(after)
+    return logits
+
+
 class CapturedStep:
     """A step of a model as a CUDA graph, over the tensors of a state."""
 
@@ -89,8 +98,7 @@ class CapturedStep:
             cache_enabled=False,
         )
         with cast, torch.cuda.graph(self._graph):
-            self._logits, after = step(model, self._tokens, state)
-            state.write_over(after)
+            self._logits = step_over(model, self._tokens, state)
 
     def replay(self, tokens: Int[Tensor, " b"]) -> Float[Tensor, "b vocab"]:
         self._tokens.copy_(tokens)

@@ -18,6 +18,9 @@ SKAForm = Literal["naive", "chunk", "recurrent", "triton", "step"]
 """What a backend comes down to: Triton has kernels for many tokens, and for one that no gradient
 passes through."""
 
+ScanBackend = Literal["auto", "naive", "chunk", "recurrent", "triton"]
+ScanForm = Literal["naive", "chunk", "recurrent", "step"]
+
 SCAN_PACKAGES = ("mamba-ssm", "flash-linear-attention")
 """Outside kernels for the state-space scan."""
 
@@ -91,14 +94,56 @@ def why_no_step_kernel(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def why_no_triton(q: Tensor) -> str | None:
-    """What keeps any Triton kernel of SKA from a call, if anything does."""
+def why_no_triton(x: Tensor) -> str | None:
+    """What keeps any Triton kernel from a call, if anything does."""
     if find_spec("triton") is None:
         return "needs the triton package, which is not installed"
-    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a CUDA device, not {q.device} (or TRITON_INTERPRET=1, to check it slowly)"
-    if q.dtype not in KERNEL_WIDTHS:
-        return f"takes fp32, bf16 and fp16, not {q.dtype}"
+    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device, not {x.device} (or TRITON_INTERPRET=1, to check it slowly)"
+    if x.dtype not in KERNEL_WIDTHS:
+        return f"takes fp32, bf16 and fp16, not {x.dtype}"
+    return None
+
+
+def choose_scan(
+    requested: ScanBackend, x: Tensor, B: Tensor, *, shares_last: bool, learning: bool
+) -> ScanForm:
+    """The form of the scan that serves a call; x and B have a rank axis.
+
+    `shares_last`: heads of a group share the B that a trapezoid remembers.
+    """
+    if requested not in get_args(ScanBackend):
+        known = ", ".join(get_args(ScanBackend))
+        raise ValueError(f"backend is {requested!r}, but it must be one of {known}.")
+    if requested != "auto" and requested != "triton":
+        return requested
+    plain: ScanForm = "recurrent" if x.shape[1] == 1 else "chunk"
+    if requested == "auto" and (x.device.type != "cuda" or plain == "chunk" or learning):
+        return plain
+    reason = why_no_scan_step(x, B, shares_last=shares_last, learning=learning)
+    if reason is None:
+        return "step"
+    if requested == "triton":
+        raise ValueError(f'backend="triton" {reason}; use backend="{plain}".')
+    say_once(f"The scan steps on {x.device} in PyTorch: the Triton kernel {reason}.")
+    return plain
+
+
+def why_no_scan_step(x: Tensor, B: Tensor, *, shares_last: bool, learning: bool) -> str | None:
+    """What keeps the Triton kernel of a step from a call of the scan, if anything does."""
+    if (reason := why_no_triton(x)) is not None:
+        return reason
+    if x.shape[1] > 1:
+        return f"takes single tokens, not {x.shape[1]}"
+    if learning:
+        return "has no gradients"
+    if x.shape[-1] not in STEP_WIDTHS or B.shape[-1] not in STEP_WIDTHS:
+        return (
+            f"takes head widths and state sizes up to {STEP_WIDTHS[-1]}, not {x.shape[-1]} and "
+            f"{B.shape[-1]}"
+        )
+    if shares_last:
+        return "takes a trapezoid only where every head has a B of its own"
     return None
 
 
@@ -181,9 +226,9 @@ def choices() -> list[Choice]:
     """What `auto` comes down to on this machine."""
     return [
         _many_tokens(),
-        _one_token(),
+        _one_token("SKA", "O(r² + rP) for each token"),
         Choice("Scan, many tokens", "chunk (PyTorch)", _why_no_scan_kernel()),
-        Choice("Scan, one token", "recurrent (PyTorch)", "one update of the state"),
+        _one_token("Scan", "one update of the state"),
         Choice("Delta rule", "chunk, recurrent (PyTorch)", "a baseline, without kernels"),
         Choice("Attention", "scaled_dot_product_attention", "torch picks its kernel"),
     ]
@@ -198,13 +243,13 @@ def _many_tokens() -> Choice:
     return Choice(work, "Triton kernels", f"triton {installed('triton')}, for causal calls")
 
 
-def _one_token() -> Choice:
-    work = "SKA, one token"
+def _one_token(operator: str, cost: str) -> Choice:
+    work = f"{operator}, one token"
     if not torch.cuda.is_available():
-        return Choice(work, "recurrent (PyTorch)", "O(r² + rP) for each token")
+        return Choice(work, "recurrent (PyTorch)", cost)
     if find_spec("triton") is None:
         return Choice(work, "recurrent (PyTorch)", "triton is not installed")
-    return Choice(work, "Triton kernels", "in place, and in a CUDA graph when generating")
+    return Choice(work, "Triton kernels", "over the state, in a CUDA graph when generating")
 
 
 def _why_no_scan_kernel() -> str:
