@@ -6,14 +6,16 @@ stays in the tensor it was in. `check_decoding` says the same of the graph, on a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from echo_lm.model import EchoLM
 from echo_lm.model import decoder as home
-from echo_lm.model.decoder import Decoder, check_decoding, difference, step_over
+from echo_lm.model.decoder import Decoder, check_decoding, difference, grew, step, step_over
 from echo_lm.model.state import EchoState
 from echo_lm.ops import backends
 from echo_lm.ops.ska import interface as ska_home
@@ -96,6 +98,7 @@ def test_every_number_stays_in_its_tensor(name: str) -> None:
     places = {key: x.data_ptr() for key, x in tensors(state).items()}
     wanted = read(model, torch.tensor([[3], [5]]), state.clone())
     step_over(model, torch.tensor([3, 5]), state)
+    assert not grew(state, wanted)
     assert_same_state(state, wanted)
     assert {key: x.data_ptr() for key, x in tensors(state).items()} == places
 
@@ -103,8 +106,69 @@ def test_every_number_stays_in_its_tensor(name: str) -> None:
 def test_a_cache_that_grows_has_no_place() -> None:
     model = small_model("mamba2-attention-50m", torch.float32)
     state = read(model, random_tokens(model, 1, 4))
+    assert grew(state, step(model, torch.tensor([3]), state)[1])
     with refused("keys of AttentionState", "[1, 5, 2, 16]", "[1, 4, 2, 16]"):
         step_over(model, torch.tensor([3]), state)
+
+
+class Replayed:
+    """What a CUDA graph does: the same step, over the same tensors, again and again."""
+
+    def __init__(self, model: EchoLM, tokens: Tensor, state: EchoState) -> None:
+        self.model, self.tokens, self.state = model, tokens.clone(), state
+
+    def replay(self, tokens: Tensor) -> Tensor:
+        self.tokens.copy_(tokens)
+        return step_over(self.model, self.tokens, self.state)
+
+
+class Recording(Decoder):
+    """Behaves as on a CUDA device."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._capture = True
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Decoders record; a step is found to have waited for what the test puts in here."""
+    found: list[str] = []
+    monkeypatch.setattr(home, "Decoder", Recording)
+    monkeypatch.setattr(home, "CapturedStep", Replayed)
+    monkeypatch.setattr(home, "noticing_waits", lambda: nullcontext(found))
+    backends.say_once.cache_clear()
+    return found
+
+
+@pytest.mark.usefixtures("waits")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_steps_that_are_replayed_give_the_same_bits(name: str) -> None:
+    model = small_model(name, torch.float32)
+    found = check_decoding(model, random_tokens(model, 2, 9), 12)
+    assert found == {"captured": 1, "state off by": 0}
+
+
+def test_without_a_graph_it_is_said_why(
+    waits: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise RuntimeError("out of memory\nin many lines")
+
+    for name, reason in (
+        ("mamba2-attention-50m", "the memory of a layer grows with the text"),
+        ("echo-50m", "a layer waits for the device"),
+        ("mamba3-50m", "out of memory"),
+    ):
+        if reason == "a layer waits for the device":
+            waits.append("once")
+        if reason == "out of memory":
+            waits.clear()
+            monkeypatch.setattr(home, "CapturedStep", refuse)
+        model = small_model(name, torch.float32)
+        assert check_decoding(model, random_tokens(model, 2, 9), 4)["captured"] == 0
+        assert caplog.messages[-1] == f"Decoding runs without a CUDA graph: {reason}."
+    assert len(caplog.messages) == 3
 
 
 @pytest.mark.parametrize("name", SHRUNK)

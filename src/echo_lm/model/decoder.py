@@ -54,15 +54,19 @@ class Decoder:
         if not self._capture:
             logits, self._state = step(self.model, tokens, self._state)
             return logits
-        self._capture = False
+        self._capture, before = False, self._state
         with noticing_waits() as waits:
-            logits, self._state = step(self.model, tokens, self._state)
-        try:
-            if waits:
-                raise RuntimeError("a layer waits for the device")
-            self._graph = CapturedStep(self.model, tokens, self._state)
-        except (RuntimeError, ValueError) as error:
-            say_once(f"Decoding runs without a CUDA graph: {str(error).splitlines()[0]}")
+            logits, self._state = step(self.model, tokens, before)
+        obstacle = "a layer waits for the device" if waits else None
+        if grew(before, self._state):
+            obstacle = "the memory of a layer grows with the text"
+        if obstacle is None:
+            try:
+                self._graph = CapturedStep(self.model, tokens, self._state)
+            except RuntimeError as error:
+                obstacle = str(error).splitlines()[0]
+        if obstacle is not None:
+            say_once(f"Decoding runs without a CUDA graph: {obstacle}.")
         return logits
 
 
@@ -82,6 +86,16 @@ def step_over(
     logits, after = step(model, tokens, state)
     state.write_over(after)
     return logits
+
+
+def grew(before: EchoState, after: EchoState) -> bool:
+    """Whether a tensor has another shape now, and so no place to stay in."""
+    shapes = {name: x.shape for name, x in before.to_dict().items() if isinstance(x, Tensor)}
+    return any(
+        x.shape != shapes.get(name, x.shape)
+        for name, x in after.to_dict().items()
+        if isinstance(x, Tensor)
+    )
 
 
 class CapturedStep:
@@ -108,7 +122,7 @@ class CapturedStep:
 
 @contextmanager
 def noticing_waits() -> Iterator[list[str]]:
-    """Collects what makes the host wait for the device, which no graph can hold."""
+    """Collects, once left, what has made the host wait for the device: no graph can hold that."""
     found: list[str] = []
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
