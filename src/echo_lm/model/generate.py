@@ -112,7 +112,7 @@ class GenerationOptions(TypedDict, total=False):
 
 
 class TokenStream(Iterator[Tensor]):
-    """Tokens `[B]` as they are chosen.
+    """Tokens `[B]` as they are chosen. They are read by a `Decoder`: on a CUDA device, as a graph.
 
     A row that has met a stop token yields the pad token from then on; the stream ends when all
     rows have, or after as many tokens as were asked for.
