@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
-from benchmarks import decode, parallel, startup
+from benchmarks import decode, parallel, startup, steps
 from echo_lm.bench.record import Findings, save, show
 from echo_lm.results import circumstances
 
@@ -19,23 +20,29 @@ BENCHMARKS: dict[str, Callable[[], Findings]] = {
     "parallel": parallel.measure,
     "decode": decode.measure,
 }
+ON_A_GPU: dict[str, Callable[[], Findings]] = {"steps": steps.measure}
 
 
 def main(names: list[str]) -> int:
     """Measure, show and write each; 0 if every target was met."""
-    unknown = [name for name in names if name not in BENCHMARKS]
+    known = BENCHMARKS | ON_A_GPU
+    unknown = [name for name in names if name not in known]
     if unknown:
         print(
-            f"There is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}.",
+            f"There is no benchmark {', '.join(unknown)}; there are {', '.join(known)}.",
             file=sys.stderr,
         )
+        return 2
+    on_a_gpu = [name for name in names if name in ON_A_GPU]
+    if on_a_gpu and not torch.cuda.is_available():
+        print(f"For {', '.join(on_a_gpu)} a CUDA device is needed; none is here.", file=sys.stderr)
         return 2
     console = Console()
     met = True
     for name in names or BENCHMARKS:
         taken = circumstances()
         with console.status(f"Measuring {name}"):
-            findings = BENCHMARKS[name]()
+            findings = known[name]()
         path = RESULTS / findings.device / f"{name}.json"
         save(path, name, findings, taken)
         show(name, findings, console)

@@ -96,12 +96,13 @@ class Mamba2(nn.Module):
         lengths: Int[Tensor, " b"] | None = None,
         documents: Documents | None = None,
         return_state: bool = True,
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], Mamba2State | None]:
         check_call(x, self.dim, state, Mamba2State)
         state = self.init_state(x.shape[0]) if state is None else state
         z, mixed, dt = self.in_proj(x).split(self.in_widths, dim=-1)
         mixed, conv = self.conv(mixed, state.conv, lengths=lengths, documents=documents)
-        y, scan = self._scan(mixed, dt, state.ssd, lengths, documents)
+        y, scan = self._scan(mixed, dt, state.ssd, lengths, documents, in_place)
         out: Tensor = self.out_proj(self.norm(y.flatten(2), z))
         return out, Mamba2State(conv, scan) if return_state else None
 
@@ -112,6 +113,7 @@ class Mamba2(nn.Module):
         state: SSDState,
         lengths: Int[Tensor, " b"] | None,
         documents: Documents | None,
+        in_place: bool,
     ) -> tuple[Float[Tensor, "b t h p"], SSDState]:
         wide = torch.promote_types(dt.dtype, torch.float32)
         keys = self.groups * self.state_dim
@@ -129,6 +131,7 @@ class Mamba2(nn.Module):
             return_state=True,
             lengths=lengths,
             starts=None if documents is None else documents.starts,
+            in_place=in_place,
             chunk_size=self.chunk_size,
         )
         return y + self.D.unsqueeze(-1) * x, state

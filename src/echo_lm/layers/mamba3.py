@@ -136,6 +136,7 @@ class Mamba3(nn.Module):
         lengths: Int[Tensor, " b"] | None = None,
         documents: Documents | None = None,
         return_state: bool = True,
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], Mamba3State | None]:
         check_call(x, self.dim, state, Mamba3State)
         state = self.init_state(x.shape[0]) if state is None else state
@@ -143,8 +144,8 @@ class Mamba3(nn.Module):
         conv = state.conv
         if self.conv is not None:
             value, conv = self.conv(value, conv, lengths=lengths, documents=documents)
-        x = self._to_ranks(value, self.mimo_x)
-        y, scan = self._scan(x, choices, state.ssd, lengths, documents)
+        values = self._to_ranks(value, self.mimo_x)
+        y, scan = self._scan(values, choices, state.ssd, lengths, documents, in_place)
         if self.gate:
             y = y * F.silu(self._to_ranks(z, self.mimo_z))
         if self.mimo_o is not None:
@@ -159,6 +160,7 @@ class Mamba3(nn.Module):
         state: SSDState,
         lengths: Int[Tensor, " b"] | None,
         documents: Documents | None,
+        in_place: bool,
     ) -> tuple[Float[Tensor, "b t h r p"], SSDState]:
         """The recurrence with the skip D x; `choices` is B, C, dt, A, trapezoid, angle."""
         B, C, dt, rate, trapezoid, angle = (choice.to(x.dtype) for choice in choices)
@@ -176,6 +178,7 @@ class Mamba3(nn.Module):
             return_state=True,
             lengths=lengths,
             starts=None if documents is None else documents.starts,
+            in_place=in_place,
             chunk_size=self.chunk_size,
         )
         return y + self.D[:, None, None] * x, state

@@ -211,6 +211,7 @@ class SpectralKoopmanAttention(nn.Module):
         documents: Documents | None = None,
         mask: Bool[Tensor, "b t"] | None = None,
         return_state: bool = True,
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], LayerState | None]:
         """Answer every position; `mask` leaves positions out of the memory."""
         check_call(x, self.dim, state, WindowedSKAState if self._windowed else SKAState)
@@ -242,6 +243,7 @@ class SpectralKoopmanAttention(nn.Module):
             mask=mask,
             lengths=lengths,
             state=past,
+            in_place=in_place,
         )
         y, sums = recall(return_state=True) if return_state else (recall(), None)
         if apart is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -79,6 +79,7 @@ class Block(nn.Module):
         documents: Documents | None,
         statistics_mask: Bool[Tensor, "b t"] | None,
         return_state: bool,
+        in_place: bool,
     ) -> tuple[Float[Tensor, "b t d"], list[TensorState]]:
         run = partial(
             self._run,
@@ -86,6 +87,7 @@ class Block(nn.Module):
             documents=documents,
             statistics_mask=statistics_mask,
             return_state=return_state,
+            in_place=in_place,
         )
         if self.checkpoint is None or not (self.training and torch.is_grad_enabled()):
             return run(x, states)
@@ -100,11 +102,15 @@ class Block(nn.Module):
         documents: Documents | None,
         statistics_mask: Bool[Tensor, "b t"] | None,
         return_state: bool,
+        in_place: bool,
     ) -> tuple[Float[Tensor, "b t d"], list[TensorState]]:
         new_states = []
         for i, (norm, mixer) in enumerate(zip(self.mixer_norms, self.mixers, strict=True)):
-            recalls = isinstance(mixer, SpectralKoopmanAttention)
-            options = {"mask": statistics_mask} if recalls else {}
+            options: dict[str, Any] = {}
+            if isinstance(mixer, SpectralKoopmanAttention):
+                options["mask"] = statistics_mask
+            if isinstance(mixer, IN_PLACE):
+                options["in_place"] = in_place
             y, state = mixer(
                 norm(x),
                 None if states is None else states[i],
@@ -158,6 +164,7 @@ class EchoLM(nn.Module):
         statistics_mask: Bool[Tensor, "b t"] | None = None,
         logits_to_keep: int | None = None,
         document_starts: Bool[Tensor, "b t"] | None = None,
+        in_place: bool = False,
     ) -> EchoOutput:
         """Predict the token after each one.
 
@@ -175,6 +182,8 @@ class EchoLM(nn.Module):
                 it, and what `state` holds is known to the tokens before a row's first one alone.
                 The state returned is of each row's last document. Labels stay as they are: give the
                 first token -100 unless, as a separator does, it also ends the document before it.
+            in_place: `state` may be written over and is worth nothing afterwards: go on with the
+                one that is returned. Takes no gradients. `Decoder` does this with care.
         """
         self._check(input_ids, labels, attention_mask, statistics_mask, document_starts)
         if logits_to_keep is not None and logits_to_keep < 0:
@@ -186,6 +195,7 @@ class EchoLM(nn.Module):
             statistics_mask=statistics_mask,
             document_starts=document_starts,
             return_state=return_state,
+            in_place=in_place,
         )
         logits, loss = self._predict(reading.hidden, labels, attention_mask, logits_to_keep)
         return EchoOutput(logits, loss, reading.state)
@@ -200,6 +210,7 @@ class EchoLM(nn.Module):
         document_starts: Bool[Tensor, "b t"] | None = None,
         return_state: bool = True,
         return_stream: bool = False,
+        in_place: bool = False,
     ) -> Reading:
         """Run the blocks on tokens that are embedded already; the rest is as in `forward`."""
         if state is not None:
@@ -234,6 +245,7 @@ class EchoLM(nn.Module):
                 documents=documents,
                 statistics_mask=statistics_mask,
                 return_state=return_state,
+                in_place=in_place,
             )
             new_states += states
         hidden = self.norm(x) if rows is None else rows.restore(self.norm(x))
@@ -350,11 +362,14 @@ class EchoLM(nn.Module):
                 f"{low if low < 0 else high}; is the tokenizer that of this model?"
             )
 
+    @cached_property
+    def _kinds_of_state(self) -> list[str]:
+        return [type(layer).__name__ for layer in self.init_state(1).layers]
+
     def _check_state(self, state: EchoState, batch: int) -> None:
         if not isinstance(state, EchoState):
             raise ValueError(f"state must be an EchoState, got {type(state).__name__}.")
-        wanted = [type(layer).__name__ for layer in self.init_state(1).layers]
-        got = [type(layer).__name__ for layer in state.layers]
+        wanted, got = self._kinds_of_state, [type(layer).__name__ for layer in state.layers]
         if wanted != got:
             raise ValueError(
                 f"The state is of another model: its layers are {', '.join(got)}; this model has "
@@ -376,6 +391,10 @@ LAYERS = (
     SpectralKoopmanMLP,
     SwiGLU,
 )
+
+
+IN_PLACE = (Mamba2, Mamba3, SpectralKoopmanAttention)
+"""Those that can write over their state."""
 
 
 def build_mixer(config: EchoConfig, kind: str) -> nn.Module:

@@ -18,6 +18,12 @@ from torch import Tensor
 from echo_lm.extras import need
 
 SKABackend = Literal["auto", "naive", "chunk", "recurrent", "triton"]
+SKAForm = Literal["naive", "chunk", "recurrent", "triton", "step"]
+"""What a backend comes down to: Triton has kernels for many tokens, and for one that no gradient
+passes through."""
+
+ScanBackend = Literal["auto", "naive", "chunk", "recurrent", "triton"]
+ScanForm = Literal["naive", "chunk", "recurrent", "step"]
 
 SCAN_PACKAGES = ("mamba-ssm", "flash-linear-attention")
 """Outside kernels for the state-space scan."""
@@ -41,6 +47,8 @@ KERNEL_WIDTHS = {
 }
 KERNEL_CHUNKS = (16, 32, 64)
 """What the Triton kernels of SKA take: wider fp32 tiles do not fit a multiprocessor."""
+STEP_WIDTHS = range(1, 129)
+"""What those of one token take, in any of these dtypes."""
 
 log = logging.getLogger("echo_lm")
 
@@ -62,8 +70,9 @@ def choose_ska(
     causal: Literal["exact", "chunk", False],
     chunk_size: int,
     fading: bool = False,
-) -> SKABackend:
-    """The form of SKA that serves a call."""
+    learning: bool = False,
+) -> SKAForm:
+    """The form of SKA that serves a call, whose gradients are wanted if `learning`."""
     if requested not in get_args(SKABackend):
         known = ", ".join(get_args(SKABackend))
         raise ValueError(f"backend must be one of {known}; got {requested!r}.")
@@ -72,19 +81,86 @@ def choose_ska(
             'backend="recurrent" reads token by token and cannot look ahead as causal=False does; '
             'use backend="chunk" or "auto".'
         )
-    if requested == "auto" and q.shape[1] == 1 and causal is not False:
-        return "recurrent"
-    if requested == "auto" and q.device.type != "cuda":
-        return "chunk"
-    if requested in ("auto", "triton"):
+    if requested != "auto" and requested != "triton":
+        return requested
+    one_token = q.shape[1] == 1 and causal is not False
+    plain: SKAForm = "recurrent" if one_token else "chunk"
+    step = one_token and not learning
+    if requested == "auto" and (q.device.type != "cuda" or (one_token and learning)):
+        return plain
+    if step:
+        reason = why_no_step_kernel(q, v)
+    else:
         reason = why_no_kernel(q, v, causal=causal, chunk_size=chunk_size, fading=fading)
-        if reason is None:
-            return "triton"
-        if requested == "triton":
-            raise ValueError(f'backend="triton" {reason}; use backend="chunk".')
-        _say_once(f"SKA on {q.device} runs in PyTorch: the Triton kernel {reason}.")
-        return "chunk"
-    return requested
+    if reason is None:
+        return "step" if step else "triton"
+    if requested == "triton":
+        raise ValueError(f'backend="triton" {reason}; use backend="{plain}".')
+    say_once(f"SKA on {q.device} runs in PyTorch: the Triton kernel {reason}.")
+    return plain
+
+
+def why_no_step_kernel(q: Tensor, v: Tensor) -> str | None:
+    """What keeps the Triton kernels from a call of one token, if anything does."""
+    rank, width = q.shape[-1], v.shape[-1]
+    if (reason := why_no_triton(q)) is not None:
+        return reason
+    if rank not in STEP_WIDTHS or width not in STEP_WIDTHS:
+        return f"takes rank and value width up to {STEP_WIDTHS[-1]}, not {rank} and {width}"
+    return None
+
+
+def why_no_triton(x: Tensor) -> str | None:
+    """What keeps any Triton kernel from a call, if anything does."""
+    if find_spec("triton") is None:
+        return "needs the triton package, which is not installed"
+    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device, not {x.device} (or TRITON_INTERPRET=1, to check it slowly)"
+    if x.dtype not in KERNEL_WIDTHS:
+        return f"takes fp32, bf16 and fp16, not {x.dtype}"
+    return None
+
+
+def choose_scan(
+    requested: ScanBackend, x: Tensor, B: Tensor, *, shares_last: bool, learning: bool
+) -> ScanForm:
+    """The form of the scan that serves a call; x and B have a rank axis.
+
+    `shares_last`: heads of a group share the B that a trapezoid remembers.
+    """
+    if requested not in get_args(ScanBackend):
+        known = ", ".join(get_args(ScanBackend))
+        raise ValueError(f"backend is {requested!r}, but it must be one of {known}.")
+    if requested != "auto" and requested != "triton":
+        return requested
+    plain: ScanForm = "recurrent" if x.shape[1] == 1 else "chunk"
+    if requested == "auto" and (x.device.type != "cuda" or plain == "chunk" or learning):
+        return plain
+    reason = why_no_scan_step(x, B, shares_last=shares_last, learning=learning)
+    if reason is None:
+        return "step"
+    if requested == "triton":
+        raise ValueError(f'backend="triton" {reason}; use backend="{plain}".')
+    say_once(f"The scan steps on {x.device} in PyTorch: the Triton kernel {reason}.")
+    return plain
+
+
+def why_no_scan_step(x: Tensor, B: Tensor, *, shares_last: bool, learning: bool) -> str | None:
+    """What keeps the Triton kernel of a step from a call of the scan, if anything does."""
+    if (reason := why_no_triton(x)) is not None:
+        return reason
+    if x.shape[1] > 1:
+        return f"takes single tokens, not {x.shape[1]}"
+    if learning:
+        return "has no gradients"
+    if x.shape[-1] not in STEP_WIDTHS or B.shape[-1] not in STEP_WIDTHS:
+        return (
+            f"takes head widths and state sizes up to {STEP_WIDTHS[-1]}, not {x.shape[-1]} and "
+            f"{B.shape[-1]}"
+        )
+    if shares_last:
+        return "takes a trapezoid only where every head has a B of its own"
+    return None
 
 
 def why_no_kernel(
@@ -97,14 +173,10 @@ def why_no_kernel(
 ) -> str | None:
     """What keeps the Triton kernels from a call, if anything does."""
     rank, width = q.shape[-1], v.shape[-1]
-    if find_spec("triton") is None:
-        return "needs the triton package, which is not installed"
-    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a CUDA device, not {q.device} (or TRITON_INTERPRET=1, to check it slowly)"
+    if (reason := why_no_triton(q)) is not None:
+        return reason
     if causal is False:
         return "is causal and cannot serve causal=False"
-    if q.dtype not in KERNEL_WIDTHS:
-        return f"takes fp32, bf16 and fp16, not {q.dtype}"
     widths = KERNEL_WIDTHS[q.dtype]
     if rank not in widths or width not in widths:
         return (
@@ -119,7 +191,7 @@ def why_no_kernel(
 
 
 @lru_cache
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
     log.warning(message)
 
 
@@ -204,9 +276,9 @@ def choices() -> list[Choice]:
     """What `auto` comes down to on this machine."""
     return [
         _many_tokens(),
-        Choice("SKA, one token", "recurrent (PyTorch)", "O(r² + rP) for each token"),
+        _one_token("SKA", "O(r² + rP) for each token"),
         Choice("Scan, many tokens", "chunk (PyTorch)", _why_no_scan_kernel()),
-        Choice("Scan, one token", "recurrent (PyTorch)", "one update of the state"),
+        _one_token("Scan", "one update of the state"),
         Choice("Delta rule", "chunk, recurrent (PyTorch)", "a baseline, without kernels"),
         Choice("Attention", "scaled_dot_product_attention", "torch picks its kernel"),
     ]
@@ -219,6 +291,15 @@ def _many_tokens() -> Choice:
     if find_spec("triton") is None:
         return Choice(work, "chunk (PyTorch)", "triton is not installed")
     return Choice(work, "Triton kernels", f"triton {installed('triton')}, for causal calls")
+
+
+def _one_token(operator: str, cost: str) -> Choice:
+    work = f"{operator}, one token"
+    if not torch.cuda.is_available():
+        return Choice(work, "recurrent (PyTorch)", cost)
+    if find_spec("triton") is None:
+        return Choice(work, "recurrent (PyTorch)", "triton is not installed")
+    return Choice(work, "Triton kernels", "over the state, in a CUDA graph when generating")
 
 
 def _why_no_scan_kernel() -> str:

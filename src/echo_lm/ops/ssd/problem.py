@@ -37,11 +37,14 @@ class Problem:
     chunk_size: int
     starts: Bool[Tensor, "b t"] | None = None
     """Tokens that nothing before them reaches: there log_decay is `FORGET` and beta 0 already."""
+    in_place: bool = False
+    """`h` may be written over."""
 
 
 def outer(x: Float[Tensor, "b h r p"], B: Float[Tensor, "b g r n"]) -> Float[Tensor, "b h p n"]:
     """u = sum_r x^r (B^r)'"""
-    return x.mT @ to_heads(B, x.shape[1])
+    B = to_heads(B, x.shape[1])
+    return x.mT * B if x.shape[2] == 1 else x.mT @ B
 
 
 def to_heads(v: Tensor, heads: int, dim: int = 1) -> Tensor:
