@@ -25,7 +25,11 @@ LONGER = replace(TINY, tokens=300)
 """Held to the parallel form, not to the loop."""
 
 
-def test_every_contender_is_timed_or_says_why_not(tmp_path: Path) -> None:
+def test_every_contender_is_timed_or_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU of a user, who does not interpret kernels."""
+    monkeypatch.delenv("TRITON_INTERPRET")
     who = ops.pick([], contenders("cpu"))
     bench = ops.bench(who, [TINY], device="cpu", cases=[LONGER], rounds=2, seed=0)
     record, said = measured(bench, tmp_path)
@@ -43,6 +47,7 @@ def test_every_contender_is_timed_or_says_why_not(tmp_path: Path) -> None:
             assert by_name[name]["ms"] >= by_name[name]["fastest ms"] > 0
             assert by_name[name]["note"] is None
         assert by_name[FLASH]["x flash"] == 1
+        assert by_name["scan-triton"]["note"].startswith("did not run: backend")
         for name in ("cudnn", "mesa_net", "gated_delta_rule", "simple_gla"):
             assert by_name[name]["ms"] is None
             assert by_name[name]["note"] == "did not run: needs a CUDA device"
