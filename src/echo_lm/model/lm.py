@@ -79,7 +79,7 @@ class Block(nn.Module):
         documents: Documents | None,
         statistics_mask: Bool[Tensor, "b t"] | None,
         return_state: bool,
-        in_place: bool,
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], list[TensorState]]:
         run = partial(
             self._run,
