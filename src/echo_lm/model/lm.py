@@ -76,9 +76,9 @@ class Block(nn.Module):
         states: list[TensorState] | None,
         *,
         lengths: Int[Tensor, " b"] | None,
-        documents: Documents | None,
         statistics_mask: Bool[Tensor, "b t"] | None,
         return_state: bool,
+        documents: Documents | None = None,
         in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], list[TensorState]]:
         run = partial(
