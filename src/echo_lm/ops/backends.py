@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 SKABackend = Literal["auto", "naive", "chunk", "recurrent", "triton"]
-
-SCAN_PACKAGES = ("mamba-ssm", "flash-linear-attention")
-"""Outside kernels for the state-space scan."""
+ScanBackend = Literal["auto", "naive", "chunk", "recurrent", "triton"]
 
 KERNEL_WIDTHS = {
     torch.float32: range(16, 65),
@@ -25,6 +23,11 @@ KERNEL_WIDTHS = {
 }
 KERNEL_CHUNKS = (16, 32, 64)
 """What the Triton kernels of SKA take: wider fp32 tiles do not fit a multiprocessor."""
+
+SCAN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCAN_WIDEST = 128
+SCAN_RANKS = (1, 2, 4, 8, 16)
+"""What the Triton kernels of the scan take."""
 
 log = logging.getLogger("echo_lm")
 
@@ -81,10 +84,8 @@ def why_no_kernel(
 ) -> str | None:
     """What keeps the Triton kernels from a call, if anything does."""
     rank, width = q.shape[-1], v.shape[-1]
-    if find_spec("triton") is None:
-        return "needs the triton package, which is not installed"
-    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a CUDA device, not {q.device} (or TRITON_INTERPRET=1, to check it slowly)"
+    if (missing := why_no_triton(q.device)) is not None:
+        return missing
     if causal is False:
         return "is causal and cannot serve causal=False"
     if q.dtype not in KERNEL_WIDTHS:
@@ -99,6 +100,52 @@ def why_no_kernel(
         return f"takes a chunk_size of {', '.join(map(str, KERNEL_CHUNKS))}, not {chunk_size}"
     if fading and chunk_size % KERNEL_CHUNKS[0]:
         return f"fades every {KERNEL_CHUNKS[0]} tokens or a multiple of that, not {chunk_size}"
+    return None
+
+
+def choose_scan(requested: ScanBackend, x: Tensor, B: Tensor) -> ScanBackend:
+    """The form of the scan that serves a call; x and B have a rank axis."""
+    if requested not in get_args(ScanBackend):
+        known = ", ".join(get_args(ScanBackend))
+        raise ValueError(f"backend is {requested!r}, but it must be one of {known}.")
+    if requested == "auto" and x.shape[1] == 1:
+        return "recurrent"
+    if requested == "auto" and x.device.type != "cuda":
+        return "chunk"
+    if requested in ("auto", "triton"):
+        reason = why_no_scan_kernel(x, B)
+        if reason is None:
+            return "triton"
+        if requested == "triton":
+            raise ValueError(f'backend="triton" {reason}; use backend="chunk".')
+        _say_once(f"The scan on {x.device} runs in PyTorch: the Triton kernel {reason}.")
+        return "chunk"
+    return requested
+
+
+def why_no_scan_kernel(x: Tensor, B: Tensor) -> str | None:
+    """What keeps the Triton kernels from a call, if anything does."""
+    rank, width, state_dim = x.shape[3], x.shape[4], B.shape[4]
+    if (missing := why_no_triton(x.device)) is not None:
+        return missing
+    if x.dtype not in SCAN_DTYPES:
+        return f"takes fp32, bf16 and fp16, not {x.dtype}"
+    if max(width, state_dim) > SCAN_WIDEST:
+        return (
+            f"takes heads and states up to {SCAN_WIDEST} wide, not head width {width} with state "
+            f"size {state_dim}"
+        )
+    if rank not in SCAN_RANKS:
+        return f"takes a rank of {', '.join(map(str, SCAN_RANKS))}, not {rank}"
+    return None
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """What keeps all Triton kernels from a device, if anything does."""
+    if find_spec("triton") is None:
+        return "needs the triton package, which is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device, not {device} (or TRITON_INTERPRET=1, to check it slowly)"
     return None
 
 
@@ -153,28 +200,19 @@ def autocast(device: torch.device | str, precision: Precision = "auto") -> torch
 def choices() -> list[Choice]:
     """What `auto` comes down to on this machine."""
     return [
-        _many_tokens(),
+        _many_tokens("SKA", "for causal calls"),
         Choice("SKA, one token", "recurrent (PyTorch)", "O(r² + rP) for each token"),
-        Choice("Scan, many tokens", "chunk (PyTorch)", _why_no_scan_kernel()),
+        _many_tokens("Scan", f"heads and states up to {SCAN_WIDEST} wide"),
         Choice("Scan, one token", "recurrent (PyTorch)", "one update of the state"),
         Choice("Delta rule", "chunk, recurrent (PyTorch)", "a baseline, without kernels"),
         Choice("Attention", "scaled_dot_product_attention", "torch picks its kernel"),
     ]
 
 
-def _many_tokens() -> Choice:
-    work = "SKA, many tokens"
+def _many_tokens(operator: str, served: str) -> Choice:
+    work = f"{operator}, many tokens"
     if not torch.cuda.is_available():
         return Choice(work, "chunk (PyTorch)", "the Triton kernels need a CUDA device")
     if find_spec("triton") is None:
         return Choice(work, "chunk (PyTorch)", "triton is not installed")
-    return Choice(work, "Triton kernels", f"triton {installed('triton')}, for causal calls")
-
-
-def _why_no_scan_kernel() -> str:
-    if not torch.cuda.is_available():
-        return "outside kernels need a CUDA device"
-    found = [f"{name} {got}" for name in SCAN_PACKAGES if (got := installed(name))]
-    if not found:
-        return f"{' and '.join(SCAN_PACKAGES)} are not installed"
-    return f"{', '.join(found)} found, but this version of Echo does not call it"
+    return Choice(work, "Triton kernels", f"triton {installed('triton')}, {served}")

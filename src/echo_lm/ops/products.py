@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def mm(a, b, PRECISION: tl.constexpr, A_EXACT: tl.constexpr = False, B_EXACT: tl.constexpr = False):
-    """a @ b of fp32 tiles. "bf16x3" splits each in two, unless bf16 holds it exactly."""
+    """a @ b in fp32. "bf16x3" splits each tile in two, unless bf16 holds it exactly."""
     if PRECISION == "bf16x3":
         a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
         product = tl.dot(a_high, b_high)
@@ -20,4 +20,4 @@ def mm(a, b, PRECISION: tl.constexpr, A_EXACT: tl.constexpr = False, B_EXACT: tl
     elif PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     else:
-        return tl.dot(a, b, input_precision=PRECISION)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from echo_lm.ops.backends import ScanBackend, choose_scan
 from echo_lm.ops.checks import require_finite
 from echo_lm.ops.ssd.checks import check_inputs, check_lengths, check_state
 from echo_lm.ops.ssd.chunk import ssd_chunk
@@ -18,19 +19,9 @@ from echo_lm.ops.ssd.recurrent import ssd_recurrent
 from echo_lm.ops.ssd.rotation import accumulate, rotate
 from echo_lm.ops.ssd.state import SSDState
 
-Backend = Literal["auto", "naive", "chunk", "recurrent"]
 Form = Callable[[Problem], tuple[Tensor, Tensor]]
 
 FORMS: dict[str, Form] = {"naive": ssd_naive, "chunk": ssd_chunk, "recurrent": ssd_recurrent}
-
-
-def choose_form(backend: str, tokens: int) -> Form:
-    """The one place that decides who computes; kernels from outside join here."""
-    if backend == "auto":
-        backend = "recurrent" if tokens == 1 else "chunk"
-    if backend not in FORMS:
-        raise ValueError(f"backend is {backend!r}, but it must be one of auto, {', '.join(FORMS)}.")
-    return FORMS[backend]
 
 
 @overload
@@ -47,7 +38,7 @@ def ssd(
     return_state: Literal[False] = False,
     lengths: Int[Tensor, " b"] | None = None,
     chunk_size: int = 64,
-    backend: Backend = "auto",
+    backend: ScanBackend = "auto",
 ) -> Float[Tensor, "b t h *r p"]: ...
 
 
@@ -65,7 +56,7 @@ def ssd(
     return_state: Literal[True],
     lengths: Int[Tensor, " b"] | None = None,
     chunk_size: int = 64,
-    backend: Backend = "auto",
+    backend: ScanBackend = "auto",
 ) -> tuple[Float[Tensor, "b t h *r p"], SSDState]: ...
 
 
@@ -82,7 +73,7 @@ def ssd(
     return_state: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
     chunk_size: int = 64,
-    backend: Backend = "auto",
+    backend: ScanBackend = "auto",
 ) -> Float[Tensor, "b t h *r p"] | tuple[Float[Tensor, "b t h *r p"], SSDState]:
     """The state-space scan of Mamba-2 and Mamba-3, with a_t = exp(log_decay_t):
 
@@ -102,17 +93,26 @@ def ssd(
     check_lengths(lengths, x)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, but a chunk has at least one token.")
-    form = choose_form(backend, x.shape[1])
     ranked = x.dim() == 5
     if not ranked:
         x, B, C = x.unsqueeze(3), B.unsqueeze(3), C.unsqueeze(3)
+    chosen = choose_scan(backend, x, B)
     old = begin(x, B, beta, angle, state)
     with torch.autocast(x.device.type, enabled=False):
         angle = turn(angle, lengths, old)
         problem = prepare(x, B, C, log_decay, gamma, beta, angle, lengths, old, chunk_size)
-        y, h = form(problem)
+        y, h = scan(problem, chosen)
         y = (y if ranked else y.squeeze(3)).to(x.dtype)
         return (y, remember(problem, h, angle, lengths)) if return_state else y
+
+
+def scan(problem: Problem, backend: ScanBackend) -> tuple[Tensor, Tensor]:
+    """Answer all tokens in the form chosen."""
+    if backend == "triton":
+        from echo_lm.ops.ssd.triton import ssd_triton
+
+        return ssd_triton(problem)
+    return FORMS[backend](problem.widened())
 
 
 def begin(
@@ -160,14 +160,13 @@ def prepare(
     state: SSDState,
     chunk_size: int,
 ) -> Problem:
-    """Widen everything, blank the padding, rotate."""
+    """Blank the padding, rotate, widen all but what is large."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    x, B, C, log_decay, gamma = (
-        without_padding(v.to(dtype), lengths) for v in (x, B, C, log_decay, gamma)
-    )
+    x, B, C = (without_padding(v, lengths) for v in (x, B, C))
+    log_decay, gamma = (without_padding(v.to(dtype), lengths) for v in (log_decay, gamma))
     require_finite(x=x, B=B, C=C, log_decay=log_decay, gamma=gamma)
     if angle is not None:
-        B, C = (rotate(to_heads(v, x.shape[2], dim=2), angle) for v in (B, C))
+        B, C = (rotate(to_heads(v.to(dtype), x.shape[2], dim=2), angle) for v in (B, C))
     trapezoid = None
     if beta is not None:
         assert state.x is not None
@@ -207,7 +206,7 @@ def last_real(
 ) -> Float[Tensor, "b ..."]:
     """Each row's last real token; what was there before in a row without tokens."""
     if lengths is None:
-        return v[:, -1].clone()
+        return v[:, -1].to(before.dtype, copy=True)
     last = v[torch.arange(len(v), device=v.device), (lengths - 1).clamp_min(0)]
     empty = (lengths == 0).view(-1, *[1] * (last.dim() - 1))
     return torch.where(empty, before, last)
