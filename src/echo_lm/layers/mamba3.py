@@ -141,7 +141,8 @@ class Mamba3(nn.Module):
         conv = state.conv
         if self.conv is not None:
             value, conv = self.conv(value, conv, lengths=lengths)
-        y, scan = self._scan(self._to_ranks(value, self.mimo_x), choices, state.ssd, lengths)
+        values = self._to_ranks(value, self.mimo_x).to(value.dtype)
+        y, scan = self._scan(values, choices, state.ssd, lengths)
         if self.gate:
             y = y * F.silu(self._to_ranks(z, self.mimo_z))
         if self.mimo_o is not None:
@@ -157,7 +158,8 @@ class Mamba3(nn.Module):
         lengths: Int[Tensor, " b"] | None,
     ) -> tuple[Float[Tensor, "b t h r p"], SSDState]:
         """The recurrence with the skip D x; `choices` is B, C, dt, A, trapezoid, angle."""
-        B, C, dt, rate, trapezoid, angle = (choice.to(x.dtype) for choice in choices)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        B, C, dt, rate, trapezoid, angle = (choice.to(wide) for choice in choices)
         dt = F.softplus(dt + self.dt_bias)
         angle = math.pi * angle.tanh().unsqueeze(2) * dt.unsqueeze(-1)
         y, state = ssd(
@@ -173,7 +175,7 @@ class Mamba3(nn.Module):
             lengths=lengths,
             chunk_size=self.chunk_size,
         )
-        return y + self.D[:, None, None] * x, state
+        return y.to(wide) + self.D[:, None, None] * x.to(wide), state
 
     def _to_ranks(
         self, v: Float[Tensor, "b t d"], mix: Float[Tensor, "h r p"] | None
