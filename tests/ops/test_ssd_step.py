@@ -129,21 +129,23 @@ def test_views_with_other_strides() -> None:
 def test_who_serves_a_single_token() -> None:
     x, B = torch.zeros(1, 1, 2, 1, 4), torch.zeros(1, 1, 1, 1, 4)
 
-    def chosen(x: Tensor, backend: Any = "triton", shares_last: bool = False, **more: Any) -> str:
-        return choose_scan(backend, x, B, shares_last=shares_last, **{"learning": False} | more)
+    def chosen(x: Tensor, backend: Any = "triton", **more: Any) -> str:
+        options = {"shares_last": False, "restarts": False, "learning": False} | more
+        return choose_scan(backend, x, B, **options)
 
     assert chosen(x) == "step"
     assert chosen(x, backend="auto") == "recurrent"
     assert chosen(x.expand(1, 2, 2, 1, 4), backend="auto") == "chunk"
-    for said, given, options in (
-        ("takes single tokens, not 2; use backend=.chunk", x.expand(1, 2, 2, 1, 4), {}),
-        ("up to 128, not 129 and 4", torch.zeros(1, 1, 2, 1, 129), {}),
-        ("has no gradients", x, {"learning": True}),
-        ("every head has a B of its own", x, {"shares_last": True}),
-        ("not torch.float64", x.double(), {}),
+    # What a step cannot do, the kernels of many tokens can.
+    assert chosen(x.expand(1, 2, 2, 1, 4)) == "triton"
+    for hindrance in ("learning", "restarts", "shares_last"):
+        assert chosen(x, **{hindrance: True}) == "triton"
+    for said, given in (
+        ("up to 128 wide, not head width 129", torch.zeros(1, 1, 2, 1, 129)),
+        ("not torch.float64; use backend=.recurrent", x.double()),
     ):
         with pytest.raises(ValueError, match=said):
-            chosen(given, **options)
+            chosen(given)
 
 
 def test_nothing_is_written_over_where_gradients_are_recorded() -> None:

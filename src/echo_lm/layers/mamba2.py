@@ -118,7 +118,7 @@ class Mamba2(nn.Module):
         wide = torch.promote_types(dt.dtype, torch.float32)
         keys = self.groups * self.state_dim
         x, B, C = mixed.split([mixed.shape[-1] - 2 * keys, keys, keys], dim=-1)
-        x = x.unflatten(-1, (self.heads, self.head_dim)).to(wide)
+        x = x.unflatten(-1, (self.heads, self.head_dim))
         B, C = (v.unflatten(-1, (self.groups, self.state_dim)) for v in (B, C))
         dt = F.softplus(dt.to(wide) + self.dt_bias)
         y, state = ssd(
@@ -134,7 +134,7 @@ class Mamba2(nn.Module):
             in_place=in_place,
             chunk_size=self.chunk_size,
         )
-        return y + self.D.unsqueeze(-1) * x, state
+        return y.to(wide) + self.D.unsqueeze(-1) * x.to(wide), state
 
 
 class GatedRMSNorm(nn.Module):

@@ -144,7 +144,7 @@ class Mamba3(nn.Module):
         conv = state.conv
         if self.conv is not None:
             value, conv = self.conv(value, conv, lengths=lengths, documents=documents)
-        values = self._to_ranks(value, self.mimo_x)
+        values = self._to_ranks(value, self.mimo_x).to(value.dtype)
         y, scan = self._scan(values, choices, state.ssd, lengths, documents, in_place)
         if self.gate:
             y = y * F.silu(self._to_ranks(z, self.mimo_z))
@@ -163,7 +163,8 @@ class Mamba3(nn.Module):
         in_place: bool,
     ) -> tuple[Float[Tensor, "b t h r p"], SSDState]:
         """The recurrence with the skip D x; `choices` is B, C, dt, A, trapezoid, angle."""
-        B, C, dt, rate, trapezoid, angle = (choice.to(x.dtype) for choice in choices)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        B, C, dt, rate, trapezoid, angle = (choice.to(wide) for choice in choices)
         dt = F.softplus(dt + self.dt_bias)
         angle = math.pi * angle.tanh().unsqueeze(2) * dt.unsqueeze(-1)
         y, state = ssd(
@@ -181,7 +182,7 @@ class Mamba3(nn.Module):
             in_place=in_place,
             chunk_size=self.chunk_size,
         )
-        return y + self.D[:, None, None] * x, state
+        return y.to(wide) + self.D[:, None, None] * x.to(wide), state
 
     def _to_ranks(
         self, v: Float[Tensor, "b t d"], mix: Float[Tensor, "h r p"] | None

@@ -23,10 +23,7 @@ SKAForm = Literal["naive", "chunk", "recurrent", "triton", "step"]
 passes through."""
 
 ScanBackend = Literal["auto", "naive", "chunk", "recurrent", "triton"]
-ScanForm = Literal["naive", "chunk", "recurrent", "step"]
-
-SCAN_PACKAGES = ("mamba-ssm", "flash-linear-attention")
-"""Outside kernels for the state-space scan."""
+ScanForm = Literal["naive", "chunk", "recurrent", "triton", "step"]
 
 FLA_OPERATORS = {
     "mesa_net": ("fla.ops.mesa_net", "chunk_mesa_net"),
@@ -49,6 +46,10 @@ KERNEL_CHUNKS = (16, 32, 64)
 """What the Triton kernels of SKA take: wider fp32 tiles do not fit a multiprocessor."""
 STEP_WIDTHS = range(1, 129)
 """What those of one token take, in any of these dtypes."""
+
+SCAN_WIDEST = 128
+SCAN_RANKS = (1, 2, 4, 8, 16)
+"""What the Triton kernels of the scan take."""
 
 log = logging.getLogger("echo_lm")
 
@@ -122,11 +123,18 @@ def why_no_triton(x: Tensor) -> str | None:
 
 
 def choose_scan(
-    requested: ScanBackend, x: Tensor, B: Tensor, *, shares_last: bool, learning: bool
+    requested: ScanBackend,
+    x: Tensor,
+    B: Tensor,
+    *,
+    shares_last: bool,
+    restarts: bool,
+    learning: bool,
 ) -> ScanForm:
     """The form of the scan that serves a call; x and B have a rank axis.
 
-    `shares_last`: heads of a group share the B that a trapezoid remembers.
+    `shares_last`: heads of a group share the B that a trapezoid remembers. `restarts`: tokens may
+    begin anew.
     """
     if requested not in get_args(ScanBackend):
         known = ", ".join(get_args(ScanBackend))
@@ -134,25 +142,29 @@ def choose_scan(
     if requested != "auto" and requested != "triton":
         return requested
     plain: ScanForm = "recurrent" if x.shape[1] == 1 else "chunk"
-    if requested == "auto" and (x.device.type != "cuda" or plain == "chunk" or learning):
+    stepping = plain == "recurrent" and not (restarts or learning)
+    if requested == "auto" and (x.device.type != "cuda" or not (stepping or plain == "chunk")):
         return plain
-    reason = why_no_scan_step(x, B, shares_last=shares_last, learning=learning)
-    if reason is None:
-        return "step"
+    if stepping:
+        reason = why_no_scan_step(x, B, shares_last=shares_last)
+        if reason is None:
+            return "step"
+    if requested == "triton" or plain == "chunk":
+        reason = why_no_scan_kernel(x, B)
+        if reason is None:
+            return "triton"
     if requested == "triton":
         raise ValueError(f'backend="triton" {reason}; use backend="{plain}".')
-    say_once(f"The scan steps on {x.device} in PyTorch: the Triton kernel {reason}.")
+    say_once(f"The scan on {x.device} runs in PyTorch: the Triton kernel {reason}.")
     return plain
 
 
-def why_no_scan_step(x: Tensor, B: Tensor, *, shares_last: bool, learning: bool) -> str | None:
+def why_no_scan_step(x: Tensor, B: Tensor, *, shares_last: bool) -> str | None:
     """What keeps the Triton kernel of a step from a call of the scan, if anything does."""
     if (reason := why_no_triton(x)) is not None:
         return reason
     if x.shape[1] > 1:
         return f"takes single tokens, not {x.shape[1]}"
-    if learning:
-        return "has no gradients"
     if x.shape[-1] not in STEP_WIDTHS or B.shape[-1] not in STEP_WIDTHS:
         return (
             f"takes head widths and state sizes up to {STEP_WIDTHS[-1]}, not {x.shape[-1]} and "
@@ -187,6 +199,21 @@ def why_no_kernel(
         return f"takes a chunk_size of {', '.join(map(str, KERNEL_CHUNKS))}, not {chunk_size}"
     if fading and chunk_size % KERNEL_CHUNKS[0]:
         return f"fades every {KERNEL_CHUNKS[0]} tokens or a multiple of that, not {chunk_size}"
+    return None
+
+
+def why_no_scan_kernel(x: Tensor, B: Tensor) -> str | None:
+    """What keeps the Triton kernels from a call, if anything does."""
+    rank, width, state_dim = x.shape[3], x.shape[4], B.shape[4]
+    if (reason := why_no_triton(x)) is not None:
+        return reason
+    if max(width, state_dim) > SCAN_WIDEST:
+        return (
+            f"takes heads and states up to {SCAN_WIDEST} wide, not head width {width} with state "
+            f"size {state_dim}"
+        )
+    if rank not in SCAN_RANKS:
+        return f"takes a rank of {', '.join(map(str, SCAN_RANKS))}, not {rank}"
     return None
 
 
@@ -275,22 +302,22 @@ def autocast(device: torch.device | str, precision: Precision = "auto") -> torch
 def choices() -> list[Choice]:
     """What `auto` comes down to on this machine."""
     return [
-        _many_tokens(),
+        _many_tokens("SKA", "for causal calls"),
         _one_token("SKA", "O(r² + rP) for each token"),
-        Choice("Scan, many tokens", "chunk (PyTorch)", _why_no_scan_kernel()),
+        _many_tokens("Scan", f"heads and states up to {SCAN_WIDEST} wide"),
         _one_token("Scan", "one update of the state"),
         Choice("Delta rule", "chunk, recurrent (PyTorch)", "a baseline, without kernels"),
         Choice("Attention", "scaled_dot_product_attention", "torch picks its kernel"),
     ]
 
 
-def _many_tokens() -> Choice:
-    work = "SKA, many tokens"
+def _many_tokens(operator: str, served: str) -> Choice:
+    work = f"{operator}, many tokens"
     if not torch.cuda.is_available():
         return Choice(work, "chunk (PyTorch)", "the Triton kernels need a CUDA device")
     if find_spec("triton") is None:
         return Choice(work, "chunk (PyTorch)", "triton is not installed")
-    return Choice(work, "Triton kernels", f"triton {installed('triton')}, for causal calls")
+    return Choice(work, "Triton kernels", f"triton {installed('triton')}, {served}")
 
 
 def _one_token(operator: str, cost: str) -> Choice:
@@ -300,12 +327,3 @@ def _one_token(operator: str, cost: str) -> Choice:
     if find_spec("triton") is None:
         return Choice(work, "recurrent (PyTorch)", "triton is not installed")
     return Choice(work, "Triton kernels", "over the state, in a CUDA graph when generating")
-
-
-def _why_no_scan_kernel() -> str:
-    if not torch.cuda.is_available():
-        return "outside kernels need a CUDA device"
-    found = [f"{name} {got}" for name in SCAN_PACKAGES if (got := installed(name))]
-    if not found:
-        return f"{' and '.join(SCAN_PACKAGES)} are not installed"
-    return f"{', '.join(found)} found, but this version of Echo does not call it"

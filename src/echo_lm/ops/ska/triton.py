@@ -44,7 +44,7 @@ WARPS = {
 
 @dataclass(frozen=True)
 class Precision:
-    """How matrix products are split: see `kernels.mm`."""
+    """How matrix products are split: see `products.mm`."""
 
     inverse: str
     """What whitens the sums, whose error grows with the length of the text."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from echo_lm.ops.ssd.problem import Problem, outer
+from echo_lm.ops.ssd.problem import Problem
 from echo_lm.ops.ssd.restart import running_sum, to_chunks
 from echo_lm.ops.ssd.state import sum_dtype
 
@@ -27,12 +27,7 @@ def ssd_chunk(problem: Problem) -> tuple[Float[Tensor, "b t h r p"], Float[Tenso
     tokens, rank = problem.x.shape[1], problem.x.shape[3]
     groups = problem.B.shape[2]
     size = min(tokens, max(1, problem.chunk_size // rank))
-    past_weight, h, trapezoid = problem.gamma, problem.h, problem.trapezoid
-    if trapezoid is not None:
-        # A token enters twice: with its own gamma, and once more with its successor's beta.
-        beta = trapezoid.beta
-        past_weight = problem.gamma + F.pad(beta[:, 1:], (0, 0, 0, 1))
-        h = h + beta[:, 0, :, None, None] * outer(trapezoid.x, trapezoid.B)
+    past_weight, h = problem.as_plain_scan()
 
     def per_head(v: Tensor) -> Tensor:
         return to_chunks(v, size).unflatten(3, (groups, -1))

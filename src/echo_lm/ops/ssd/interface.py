@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from echo_lm.ops.backends import ScanBackend, choose_scan
+from echo_lm.ops.backends import ScanBackend, ScanForm, choose_scan
 from echo_lm.ops.checks import refuse_in_place, require_finite, wants_gradient
 from echo_lm.ops.ssd.checks import check_inputs, check_lengths, check_starts, check_state
 from echo_lm.ops.ssd.chunk import ssd_chunk
@@ -108,8 +108,14 @@ def ssd(
     ranked = x.dim() == 5
     if not ranked:
         x, B, C = x.unsqueeze(3), B.unsqueeze(3), C.unsqueeze(3)
-    shares_last = beta is not None and angle is None and B.shape[2] < x.shape[2]
-    chosen = choose_scan(backend, x, B, shares_last=shares_last, learning=learning)
+    chosen = choose_scan(
+        backend,
+        x,
+        B,
+        shares_last=beta is not None and angle is None and B.shape[2] < x.shape[2],
+        restarts=starts is not None,
+        learning=learning,
+    )
     old = begin(x, B, beta, angle, state)
     with torch.autocast(x.device.type, enabled=False):
         if chosen == "step":
@@ -127,9 +133,18 @@ def ssd(
         problem = prepare(
             x, B, C, log_decay, gamma, beta, angle, lengths, starts, old, chunk_size, in_place
         )
-        y, h = FORMS[chosen](problem)
+        y, h = scan(problem, chosen)
         y = (y if ranked else y.squeeze(3)).to(x.dtype)
         return (y, remember(problem, h, angle, lengths)) if return_state else y
+
+
+def scan(problem: Problem, form: ScanForm) -> tuple[Tensor, Tensor]:
+    """Answer all tokens in the form chosen."""
+    if form == "triton":
+        from echo_lm.ops.ssd.triton import ssd_triton
+
+        return ssd_triton(problem)
+    return FORMS[form](problem.widened())
 
 
 def begin(
@@ -182,16 +197,15 @@ def prepare(
     chunk_size: int,
     in_place: bool,
 ) -> Problem:
-    """Widen everything, blank the padding, let nothing pass a start, rotate."""
+    """Blank the padding, let nothing pass a start, rotate, widen all but what is large."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    x, B, C, log_decay, gamma = (
-        without_padding(v.to(dtype), lengths) for v in (x, B, C, log_decay, gamma)
-    )
+    x, B, C = (without_padding(v, lengths) for v in (x, B, C))
+    log_decay, gamma = (without_padding(v.to(dtype), lengths) for v in (log_decay, gamma))
     require_finite(x=x, B=B, C=C, log_decay=log_decay, gamma=gamma)
     if starts is not None:
         log_decay = log_decay.masked_fill(starts.unsqueeze(-1), FORGET)
     if angle is not None:
-        B, C = (rotate(to_heads(v, x.shape[2], dim=2), angle) for v in (B, C))
+        B, C = (rotate(to_heads(v.to(dtype), x.shape[2], dim=2), angle) for v in (B, C))
     trapezoid = None
     if beta is not None:
         assert state.x is not None
@@ -234,7 +248,7 @@ def last_real(
 ) -> Float[Tensor, "b ..."]:
     """Each row's last real token; what was there before in a row without tokens."""
     if lengths is None:
-        return v[:, -1].clone()
+        return v[:, -1].to(before.dtype, copy=True)
     last = v[torch.arange(len(v), device=v.device), (lengths - 1).clamp_min(0)]
     empty = (lengths == 0).view(-1, *[1] * (last.dim() - 1))
     return torch.where(empty, before, last)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class Trapezoid:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of the scan, in fp32 or fp64, B and C rotated.
+    """One call of the scan in fp32 or fp64, B and C rotated; x, B and C may still be narrower.
 
     Padding at the end of a row is zero everywhere and so leaves h as it is.
     """
@@ -39,6 +40,22 @@ class Problem:
     """Tokens that nothing before them reaches: there log_decay is `FORGET` and beta 0 already."""
     in_place: bool = False
     """`h` may be written over."""
+
+    def widened(self) -> Problem:
+        """With x, B and C in the dtype of the sums too."""
+        x, B, C = (v.to(self.h.dtype) for v in (self.x, self.B, self.C))
+        return replace(self, x=x, B=B, C=C)
+
+    def as_plain_scan(self) -> tuple[Float[Tensor, "b t h"], Float[Tensor, "b h p n"]]:
+        """The weight of a token that is past, and the state to begin with.
+
+        A token of a trapezoid enters twice: with its own gamma, and with its successor's beta.
+        """
+        if self.trapezoid is None:
+            return self.gamma, self.h
+        beta, x, B = self.trapezoid.beta, self.trapezoid.x, self.trapezoid.B
+        past = self.gamma + F.pad(beta[:, 1:], (0, 0, 0, 1))
+        return past, self.h + beta[:, 0, :, None, None] * outer(x, B)
 
 
 def outer(x: Float[Tensor, "b h r p"], B: Float[Tensor, "b g r n"]) -> Float[Tensor, "b h p n"]:
