@@ -127,7 +127,7 @@ class Mamba2(nn.Module):
             lengths=lengths,
             chunk_size=self.chunk_size,
         )
-        return y.to(wide) + self.D.unsqueeze(-1) * x.to(wide), state
+        return y.to(wide) + self.D.to(wide).unsqueeze(-1) * x, state
 
 
 class GatedRMSNorm(nn.Module):

@@ -109,7 +109,7 @@ def ssd(
 def scan(problem: Problem, backend: ScanBackend) -> tuple[Tensor, Tensor]:
     """Answer all tokens in the form chosen."""
     if backend == "triton":
-        from echo_lm.ops.ssd.triton import ssd_triton
+        from echo_lm.ops.ssd.triton import ssd_triton  # only here: importing triton takes a while
 
         return ssd_triton(problem)
     return FORMS[backend](problem.widened())
