@@ -249,10 +249,15 @@ def test_auto_takes_the_kernels_on_a_gpu_and_says_where_it_cannot(
             x = torch.empty(1, tokens, 2, rank, 16, device="cuda")
             return x, torch.empty(1, tokens, 1, rank, 16, device="cuda")
 
-    assert choose_scan("auto", *on_gpu(1)) == "triton"
-    assert choose_scan("auto", *on_gpu(1, tokens=1)) == "recurrent"
+    def chosen(rank: int, tokens: int = 5, **more: bool) -> str:
+        options = {"shares_last": False, "restarts": False, "learning": False} | more
+        return choose_scan("auto", *on_gpu(rank, tokens), **options)
+
+    assert chosen(1) == chosen(1, learning=True) == chosen(1, restarts=True) == "triton"
+    assert chosen(1, tokens=1) == "step"
+    assert chosen(1, tokens=1, learning=True) == chosen(1, tokens=1, restarts=True) == "recurrent"
     for _ in range(2):
-        assert choose_scan("auto", *on_gpu(3)) == "chunk"
+        assert chosen(3) == "chunk"
     said = [r.message for r in caplog.records if "The scan on cuda" in r.message]
     assert len(said) == 1
     assert said[0].endswith("in PyTorch: the Triton kernel takes a rank of 1, 2, 4, 8, 16, not 3.")

@@ -48,8 +48,8 @@ class AttentionWithRoom(Attention):
         self, x: Float[Tensor, "b 1 d"], state: Any = None, **options: Any
     ) -> tuple[Float[Tensor, "b 1 d"], Any]:
         last = self.length - 1
-        count = torch.full_like(x[:, 0, 0], last, dtype=torch.int64)
-        q, k, v = self._project(x, count)
+        positions = torch.full_like(x[..., 0], last, dtype=torch.int64)
+        q, k, v = self._project(x, positions)
         self.keys[:, :, last], self.values[:, :, last] = k[:, 0], v[:, 0]
         keys, values = (cache[:, :, : self.length] for cache in (self.keys, self.values))
         mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values)

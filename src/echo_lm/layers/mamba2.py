@@ -134,7 +134,7 @@ class Mamba2(nn.Module):
             in_place=in_place,
             chunk_size=self.chunk_size,
         )
-        return y.to(wide) + self.D.unsqueeze(-1) * x.to(wide), state
+        return y.to(wide) + self.D.to(wide).unsqueeze(-1) * x, state
 
 
 class GatedRMSNorm(nn.Module):

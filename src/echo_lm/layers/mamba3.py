@@ -182,7 +182,7 @@ class Mamba3(nn.Module):
             in_place=in_place,
             chunk_size=self.chunk_size,
         )
-        return y.to(wide) + self.D[:, None, None] * x.to(wide), state
+        return y.to(wide) + self.D.to(wide)[:, None, None] * x, state
 
     def _to_ranks(
         self, v: Float[Tensor, "b t d"], mix: Float[Tensor, "h r p"] | None

@@ -141,7 +141,7 @@ def ssd(
 def scan(problem: Problem, form: ScanForm) -> tuple[Tensor, Tensor]:
     """Answer all tokens in the form chosen."""
     if form == "triton":
-        from echo_lm.ops.ssd.triton import ssd_triton
+        from echo_lm.ops.ssd.triton import ssd_triton  # only here: importing triton takes a while
 
         return ssd_triton(problem)
     return FORMS[form](problem.widened())
