@@ -26,6 +26,9 @@ KERNEL_WIDTHS = {
 KERNEL_CHUNKS = (16, 32, 64)
 """What the Triton kernels of SKA take: wider fp32 tiles do not fit a multiprocessor."""
 
+KERNEL_DEVICES = ("cuda",)
+"""Where Triton kernels can be launched, unless they are interpreted."""
+
 log = logging.getLogger("echo_lm")
 
 
@@ -83,7 +86,7 @@ def why_no_kernel(
     rank, width = q.shape[-1], v.shape[-1]
     if find_spec("triton") is None:
         return "needs the triton package, which is not installed"
-    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if q.device.type not in KERNEL_DEVICES and not kernels_interpreted():
         return f"needs a CUDA device, not {q.device} (or TRITON_INTERPRET=1, to check it slowly)"
     if causal is False:
         return "is causal and cannot serve causal=False"
@@ -100,6 +103,11 @@ def why_no_kernel(
     if fading and chunk_size % KERNEL_CHUNKS[0]:
         return f"fades every {KERNEL_CHUNKS[0]} tokens or a multiple of that, not {chunk_size}"
     return None
+
+
+def kernels_interpreted() -> bool:
+    """Triton's interpreter runs kernels on the CPU, to check them slowly."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @lru_cache
