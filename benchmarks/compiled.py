@@ -293,7 +293,9 @@ def main(names: list[str]) -> int:
 def show(title: str, rows: list[Row], console: Console) -> None:
     """As many columns as a terminal has room for; the record has all."""
     columns = [column for column in rows[0] if column not in KINDS and rows[0][column] != title]
-    table = Table(*columns, title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, no_wrap=isinstance(rows[0][column], str))
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
     console.print(table)

@@ -25,11 +25,12 @@ FLASH_ATTENTION = 0.5654
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
     """A process in which kernels are not interpreted."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET")
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            yield process
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("TRITON_INTERPRET")
+            patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+            process.submit(compiled.peak, "chunk", 1, 64).result()  # starts it
+        yield process
 
 
 @pytest.mark.parametrize("mode", compiled.MODES)
