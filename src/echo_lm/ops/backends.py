@@ -51,6 +51,9 @@ SCAN_WIDEST = 128
 SCAN_RANKS = (1, 2, 4, 8, 16)
 """What the Triton kernels of the scan take."""
 
+KERNEL_DEVICES = ("cuda",)
+"""Where Triton kernels can be launched, unless they are interpreted."""
+
 log = logging.getLogger("echo_lm")
 
 
@@ -115,7 +118,7 @@ def why_no_triton(x: Tensor) -> str | None:
     """What keeps any Triton kernel from a call, if anything does."""
     if find_spec("triton") is None:
         return "needs the triton package, which is not installed"
-    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if x.device.type not in KERNEL_DEVICES and not kernels_interpreted():
         return f"needs a CUDA device, not {x.device} (or TRITON_INTERPRET=1, to check it slowly)"
     if x.dtype not in KERNEL_WIDTHS:
         return f"takes fp32, bf16 and fp16, not {x.dtype}"
@@ -215,6 +218,11 @@ def why_no_scan_kernel(x: Tensor, B: Tensor) -> str | None:
     if rank not in SCAN_RANKS:
         return f"takes a rank of {', '.join(map(str, SCAN_RANKS))}, not {rank}"
     return None
+
+
+def kernels_interpreted() -> bool:
+    """Triton's interpreter runs kernels on the CPU, to check them slowly."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @lru_cache
