@@ -34,6 +34,7 @@ from triton.runtime import JITFunction, driver
 
 from echo_lm import ska
 from echo_lm.ops import backends
+from echo_lm.ops.ssd import ssd
 from echo_lm.results import circumstances, write_json
 
 RESULTS = Path("results/cpu/compiled.json")
@@ -239,6 +240,30 @@ def ska_call(
     torch.autograd.grad(y, given, dy)
 
 
+def step_call(mode: str) -> None:
+    """One token of SKA, as when decoding."""
+    with torch.no_grad():
+        q, k = (torch.zeros(1, 1, HEADS, RANK, dtype=torch.bfloat16) for _ in range(2))
+        v = torch.zeros(1, 1, HEADS, WIDTH, dtype=torch.bfloat16)
+        coef, ridge = torch.ones(HEADS, ORDER + 1), torch.ones(HEADS)
+        ska(q, k, v, coef=coef, ridge=ridge, backend="triton", **MODES[mode])
+
+
+def scan_call(*, tokens: int = 128, state_dim: int = 64, turned: bool = False) -> None:
+    """The scan of Mamba-2, or of Mamba-3 if turned; forward and backward unless it is one token."""
+    learning = tokens > 1
+    x, dy = (torch.zeros(1, tokens, HEADS, WIDTH, dtype=torch.bfloat16) for _ in range(2))
+    B, C = (torch.zeros(1, tokens, 1, state_dim, dtype=torch.bfloat16) for _ in range(2))
+    scalars = {"log_decay": -torch.ones(1, tokens, HEADS), "gamma": torch.ones(1, tokens, HEADS)}
+    if turned:
+        scalars["beta"] = torch.ones(1, tokens, HEADS)
+        scalars["angle"] = torch.ones(1, tokens, HEADS, state_dim // 4)
+    given = [z.requires_grad_(learning) for z in (x, B, C, *scalars.values())]
+    y = ssd(x, B, C, **scalars, backend="triton")
+    if learning:
+        torch.autograd.grad(y, given, dy)
+
+
 CALLS: dict[str, Callable[[], object]] = {
     f"SKA {mode}, {dtype}, r={rank}, P={width}": partial(
         ska_call, mode, dtype=dtype, rank=rank, width=width
@@ -253,6 +278,13 @@ CALLS: dict[str, Callable[[], object]] = {
     for mode in MODES
 }
 CALLS |= {f"SKA {mode}, bf16, fading": partial(ska_call, mode, decay=0.9) for mode in MODES}
+CALLS |= {f"SKA {mode}, bf16, one token": partial(step_call, mode) for mode in MODES}
+CALLS |= {
+    "scan, bf16, Mamba-2": scan_call,
+    "scan, bf16, Mamba-3": partial(scan_call, state_dim=128, turned=True),
+    "scan, bf16, Mamba-2, one token": partial(scan_call, tokens=1),
+    "scan, bf16, Mamba-3, one token": partial(scan_call, tokens=1, state_dim=128, turned=True),
+}
 """What is compiled, by name. Another operator adds its calls here."""
 
 

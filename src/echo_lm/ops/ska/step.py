@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from echo_lm.ops.backends import kernels_interpreted
 from echo_lm.ops.ska import step_kernels
 from echo_lm.ops.ska.problem import Problem
 from echo_lm.ops.ska.recurrent import with_readout
@@ -34,7 +35,7 @@ def ska_step(problem: Problem) -> tuple[Float[Tensor, "b 1 h p"], SKAState]:
         coef, ridge, decay, lengths, *k.stride()[:2], coef.stride(0), ridge.stride(0),
         0 if decay is None else decay.stride(0), problem.chunk_size, **tiles,
         ORDER=order, RELATIVE=problem.relative_ridge,
-        PRECISION="ieee" if q.device.type == "cpu" else "tf32x3", num_warps=8 if wide else 4,
+        PRECISION="ieee" if kernels_interpreted() else "tf32x3", num_warps=8 if wide else 4,
     )  # fmt: skip
     y = torch.empty(batch, 1, heads, width, device=v.device, dtype=v.dtype)
     step_kernels.step_kernel[batch, heads](

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from echo_lm.ops.backends import kernels_interpreted
 from echo_lm.ops.ssd import kernels
 from echo_lm.ops.ssd.problem import Problem
 
@@ -72,7 +73,7 @@ class Launch:
         x, B = problem.x, problem.B
         batch, tokens, heads, rank, width = x.shape
         recipe = RECIPES[x.dtype]
-        if x.device.type == "cpu":
+        if kernels_interpreted():
             recipe = replace(recipe, state="ieee", answer="ieee")
         asked = min(problem.chunk_size, tokens * rank)
         while recipe.chunk > 16 and recipe.chunk > asked:
