@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks [NAME...]` measures and writes `results/cpu/NAME.json`."""
+"""What README.md says of a CPU: `python -m benchmarks [NAME...]` writes `results/cpu/NAME.json`."""

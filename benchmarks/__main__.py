@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from benchmarks import decode, kernels, parallel, startup
-from benchmarks.record import Findings, save, show
+from benchmarks import decode, parallel, startup, steps
+from echo_lm.bench.record import Findings, save, show
 from echo_lm.results import circumstances
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 BENCHMARKS: dict[str, Callable[[], Findings]] = {
     "startup": startup.measure,
     "parallel": parallel.measure,
     "decode": decode.measure,
 }
-ON_A_GPU: dict[str, Callable[[], Findings]] = {"kernels": kernels.measure}
+ON_A_GPU: dict[str, Callable[[], Findings]] = {"steps": steps.measure}
 
 
 def main(names: list[str]) -> int:
@@ -30,8 +33,9 @@ def main(names: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    if not torch.cuda.is_available() and any(name in ON_A_GPU for name in names):
-        print(f"{', '.join(ON_A_GPU)} needs a CUDA device; there is none here.", file=sys.stderr)
+    on_a_gpu = [name for name in names if name in ON_A_GPU]
+    if on_a_gpu and not torch.cuda.is_available():
+        print(f"For {', '.join(on_a_gpu)} a CUDA device is needed; none is here.", file=sys.stderr)
         return 2
     console = Console()
     met = True
@@ -39,7 +43,8 @@ def main(names: list[str]) -> int:
         taken = circumstances()
         with console.status(f"Measuring {name}"):
             findings = known[name]()
-        path = save(name, findings, taken)
+        path = RESULTS / findings.device / f"{name}.json"
+        save(path, name, findings, taken)
         show(name, findings, console)
         console.print(f"Written to {path}\n")
         met = met and all(target.met for target in findings.targets)

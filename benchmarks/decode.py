@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.record import Findings, Row, Target
-from benchmarks.timing import interleaved, ratio, threads
 from echo_lm import EchoConfig, EchoLM, EchoState, SKAState, ska
+from echo_lm.bench.record import Findings, Row, Target
+from echo_lm.bench.timing import interleaved, ratio, threads
 from echo_lm.info import state_bytes
 
 SEED = 0

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import peak_bytes, saved_bytes
-from benchmarks.record import Findings, Row, Target
-from benchmarks.timing import interleaved, ratio, threads
 from echo_lm import ska
+from echo_lm.bench.record import Findings, Row, Target
+from echo_lm.bench.timing import interleaved, ratio, threads
 from echo_lm.ops.backends import SKABackend
 
 SEED = 0

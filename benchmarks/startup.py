@@ -8,8 +8,8 @@ import sysconfig
 from pathlib import Path
 from statistics import median
 
-from benchmarks.record import Findings, Row, Target
-from benchmarks.timing import interleaved, seconds
+from echo_lm.bench.record import Findings, Row, Target
+from echo_lm.bench.timing import interleaved, seconds
 
 ROUNDS = 9
 IMPORTS = """

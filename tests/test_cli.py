@@ -70,7 +70,13 @@ def test_info_of_a_preset(preset: str, shown: list[str]) -> None:
         (["info", "nonsense"], "There is no preset 'nonsense'; there are echo-180m, "),
         (["analyze", "nowhere", "--task", "mqar", "pairs=2"], "There is no model directory at "),
         (["demo", "--out", __file__], f"out must be a folder to write to, got {__file__} ("),
+        (["reproduce", "lm"], "lm reads a folder of tokens, which echo-lm data prepare makes: "),
+        (
+            ["reproduce", "rank", "--text", "tokens"],
+            "rank reads nothing of yours: leave out --text",
+        ),
         (["demo", "--seed", "-1"], "seed must be a whole number between 0 and "),
+        (["bench", "ops", "softmax"], "There is no operator 'softmax'; there are ska-exact, "),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(arguments: list[str], sentence: str) -> None:

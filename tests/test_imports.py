@@ -51,6 +51,7 @@ def fresh(code: str) -> str:
         HELP.format(arguments=["info", "--help"]),
         HELP.format(arguments=["demo", "--help"]),
         HELP.format(arguments=["analyze", "--help"]),
+        HELP.format(arguments=["bench", "ops", "--help"]),
         HELP.format(arguments=["data", "prepare", "--help"]),
         "import echo_lm.data.preparation, echo_lm.data.tokenizer, echo_lm.data.shards",
     ],
@@ -62,6 +63,7 @@ def test_does_not_load_torch(code: str) -> None:
 def test_the_model_loads_no_optional_package() -> None:
     code = "import sys, echo_lm.cli, echo_lm.demo, echo_lm.info, echo_lm.layers\n"
     code += "import echo_lm.data.source, echo_lm.data.command\n"
+    code += "import echo_lm.bench.ops, echo_lm.bench.decode, echo_lm.bench.train\n"
     loaded = fresh(code + f"print([name for name in {OPTIONAL} if name in sys.modules])")
     assert loaded.strip() == "[]"
 

@@ -105,7 +105,7 @@ def held_out(
     checkpoint: Annotated[Path, tyro.conf.Positional],
     tokens: Annotated[Path, tyro.conf.Positional],
     length: int = 2048,
-    windows: Literal["running", "apart"] = "running",
+    windows: Literal["running", "packed", "apart"] = "running",
     first: int | None = None,
     out: Path | None = None,
     device: str = "auto",
@@ -116,7 +116,8 @@ def held_out(
         checkpoint: The folder of a model, such as a step-* that training has left, or echo-tiny.
         tokens: A folder that echo-lm data prepare made.
         length: Tokens of a window.
-        windows: One after the other through all the text, or each document apart.
+        windows: Running through all the text; the same with each document's memory apart
+            (packed); or a padded window for each document (apart).
         first: Read only so many windows.
         out: A JSON file for the record.
         device: Where to read, such as cuda or cpu; a GPU if there is one.
@@ -143,11 +144,15 @@ def reproduce(
     device: str = "auto",
     share: str = "1/1",
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SETTING=VALUE ...")] = (),
+    text: Path | None = None,
+    evals: Path | None = None,
+    haystack: Path | None = None,
     list: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Run an experiment of the paper, or one of ours: records, a table, a figure.
 
-    Cells that have run are kept; the same call again runs what is missing.
+    Cells that have run are kept; the same call again runs what is missing, and goes on with a cell
+    that was stopped, whose checkpoints lie in OUT/NAME/SCALE/unfinished.
 
     Args:
         name: The experiment; without one they are listed.
@@ -157,6 +162,9 @@ def reproduce(
         device: Where to run, such as cuda or cpu; a GPU if there is one.
         share: Only a part, such as 2/4 for the second of four processes.
         only: Only cells with these settings, such as gap=64 gap=256 model=SSM.
+        text: For lm/sweep and lm, a folder that echo-lm data prepare made.
+        evals: For lm/evals, a folder of evaluation sets, as of echo-lm eval --data.
+        haystack: For lm/needle, a file of prose, as of echo-lm needle --text.
         list: Only list the experiments.
     """
     from echo_lm.experiments.command import list_experiments, run
@@ -164,7 +172,17 @@ def reproduce(
     if name is None or list:
         list_experiments()
     else:
-        run(name, scale=scale, seeds=seeds, out=out, device=device, share=share, only=only)
+        material = {"text": text, "evals": evals, "haystack": haystack}
+        run(
+            name,
+            scale=scale,
+            seeds=seeds,
+            out=out,
+            device=device,
+            share=share,
+            only=only,
+            material=material,
+        )
 
 
 @app.command
@@ -378,6 +396,105 @@ def needle(
         out=out,
         device=device,
     )
+
+
+bench = tyro.extras.SubcommandApp()
+app.command(bench, name="bench", help="Time Echo beside its competitors: ops, decode, train.")
+
+Presets = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PRESET ...]")]
+
+
+@bench.command
+def ops(
+    names: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OPERATOR ...]")
+    ] = (),
+    shapes: tuple[str, ...] = (),
+    rounds: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    out: Path = Path("results/bench"),
+) -> None:
+    """Time SKA beside flash attention, flash-linear-attention and the paper's form.
+
+    First every operator of ours is held to a slower form in fp64; nothing is timed while one is
+    off. Tables are shown, a JSON file and a plot written; the same call again goes on where one
+    stopped.
+
+    Args:
+        names: Some of the operators; flash attention is always among them.
+        shapes: Rows and tokens of each, such as 16x2048.
+        rounds: How often all take turns.
+        seed: Of the inputs.
+        device: Where to run, such as cuda or cpu; a GPU if there is one.
+        out: The folder for what is written.
+    """
+    from echo_lm.bench.ops import run
+
+    run(names, shapes=shapes, rounds=rounds, seed=seed, device=device, out=out)
+
+
+@bench.command
+def decode(
+    presets: Presets = (),
+    contexts: tuple[int, ...] = (),
+    batches: tuple[int, ...] = (),
+    rounds: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    out: Path = Path("results/bench"),
+) -> None:
+    """Time the next token, and weigh the memory, after texts of different lengths.
+
+    Models that read have read so much; attention looks at a cache of that length. Tables are shown,
+    a JSON file and a plot written; the same call again goes on where one stopped.
+
+    Args:
+        presets: The models, with random weights.
+        contexts: How many tokens they have read.
+        batches: Rows that go on at a time.
+        rounds: How often all take turns.
+        seed: Of weights and tokens.
+        device: Where to run, such as cuda or cpu; a GPU if there is one.
+        out: The folder for what is written.
+    """
+    from echo_lm.bench.decode import run
+
+    run(
+        presets,
+        contexts=contexts,
+        batches=batches,
+        rounds=rounds,
+        seed=seed,
+        device=device,
+        out=out,
+    )
+
+
+@bench.command(name="train")
+def bench_train(
+    presets: Presets = (),
+    shapes: tuple[str, ...] = (),
+    rounds: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    out: Path = Path("results/bench"),
+) -> None:
+    """Time a training step of models side by side, on a GPU compiled and not.
+
+    Tables are shown, a JSON file and a plot written; the same call again goes on where one stopped.
+
+    Args:
+        presets: The models, which are compared with each other.
+        shapes: Rows and tokens of a step, such as 16x2048.
+        rounds: How often all take turns.
+        seed: Of weights and tokens.
+        device: Where to run, such as cuda or cpu; a GPU if there is one.
+        out: The folder for what is written.
+    """
+    from echo_lm.bench.train import run
+
+    run(presets, shapes=shapes, rounds=rounds, seed=seed, device=device, out=out)
 
 
 data = tyro.extras.SubcommandApp()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from echo_lm import EchoConfig, EchoLM
 from echo_lm.data import TextSource, TokenShards
 from echo_lm.evaluate import text as measured
 from echo_lm.evaluate.command import run
-from echo_lm.evaluate.text import rare_tokens, seen_before, text_loss
+from echo_lm.evaluate.text import rare_pairs, rare_tokens, seen_before, text_loss
 from echo_lm.model.config import SKAConfig
 
 LENGTH = 24
@@ -50,20 +52,24 @@ def model(shards: TokenShards) -> EchoLM:
 
 
 def by_hand(model: EchoLM, source: TextSource) -> list[tuple[float, int, int, int, bool]]:
-    """Of every token that is asked for: its loss, place, source and id, and whether it is again."""
+    """Of every token that is asked for: its loss, how many told it, source and id, and whether it
+    is again."""
     found = []
     batch = source.take(torch.arange(source.count("test")), split="test")
     with torch.no_grad():
-        log_p = model(batch.tokens).logits.log_softmax(-1)
+        log_p = model(batch.tokens, document_starts=batch.starts).logits.log_softmax(-1)
     of = source.shards.document_sources("test")
     for b, row in enumerate(batch.tokens.tolist()):
         had: set[tuple[int, int]] = set()
+        before = 0
         for t, token in enumerate(row):
             document = int(batch.documents[b, t])
             if t and document >= 0:
                 loss = -float(log_p[b, t - 1, token])
-                found.append((loss, t, int(of[document]), token, (document, token) in had))
+                found.append((loss, before, int(of[document]), token, (document, token) in had))
             had.add((document, token))
+            opens = batch.starts is not None and bool(batch.starts[b, t])
+            before = 1 if opens else before + 1
     return found
 
 
@@ -71,7 +77,7 @@ def mean(losses: list[float]) -> float:
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("windows", ["running", "apart"])
+@pytest.mark.parametrize("windows", ["running", "packed", "apart"])
 def test_every_token_counts_once_where_it_belongs(
     windows: Any, shards: TokenShards, model: EchoLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +120,45 @@ def test_rare_tokens_first_and_again(
         assert losses
         assert found[name].tokens == len(losses)
         assert found[name].loss == pytest.approx(mean(losses), rel=1e-5)
+
+
+def test_rare_pairs_first_and_again(
+    shards: TokenShards, model: EchoLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "RARE_PAIR", 0.004)
+    source = TextSource(shards, LENGTH)
+    train = shards.read("train", 0, shards.tokens("train")).tolist()
+    counts = Counter(pairwise(train))
+    batch = source.take(torch.arange(source.count("test")), split="test")
+    losses = iter(by_hand(model, source))
+    wanted: dict[str, list[float]] = {"first": [], "again": []}
+    for row, documents in zip(batch.tokens.tolist(), batch.documents.tolist(), strict=True):
+        had: set[tuple[int, int, int]] = set()
+        for pair, document in zip(pairwise(row), documents[1:], strict=True):
+            if document < 0:
+                continue
+            loss = next(losses)[0]
+            if counts[pair] < 0.004 * len(train):
+                wanted["again" if (document, *pair) in had else "first"].append(loss)
+            had.add((document, *pair))
+    found = {share.name: share for share in text_loss(model, source).rare_pairs}
+    for name, of in wanted.items():
+        assert of
+        assert found[name].tokens == len(of)
+        assert found[name].loss == pytest.approx(mean(of), rel=1e-5)
+
+
+def test_a_pair_across_two_readings_of_the_training_text_is_counted(
+    shards: TokenShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "AT_ONCE", 7)
+    monkeypatch.setattr(measured, "RARE_PAIR", 0.004)
+    train = shards.read("train", 0, shards.tokens("train")).tolist()
+    counts = Counter(pairwise(train))
+    pairs = torch.tensor([[a * 300 + b for a, b in counts]])
+    rare = rare_pairs(shards, pairs.numpy(), 300)[0].tolist()
+    assert rare == [count < 0.004 * len(train) for count in counts.values()]
+    assert len(set(rare)) == 2
 
 
 def test_nothing_is_dropped_out(shards: TokenShards, model: EchoLM) -> None:

@@ -43,7 +43,7 @@ def small() -> EchoConfig:
 
 
 def bench(folder: Path) -> Workbench:
-    return Workbench("cpu", folder, Console(quiet=True))
+    return Workbench("cpu", folder, folder / "weights", Console(quiet=True))
 
 
 def numbers(tmp_path: Path, name: str = "run") -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DataCollatorWithFlattening, DynamicCache
 
 from echo_lm.hf import EchoCache
 from echo_lm.model import EchoState
@@ -90,6 +90,56 @@ def test_the_loss_is_ours_and_padding_is_nobodys_target(kind: str, tmp_path: Pat
     assert theirs(tokens, labels=tokens, return_dict=False)[0].shape == ()
 
 
+@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("name", SOME)
+def test_flattened_texts_are_read_as_if_alone(name: str, told_by: str, tmp_path: Path) -> None:
+    """As transformers' own collator packs them, in whichever way it says so."""
+    ours, theirs = both(name, tmp_path)
+    texts = [random_tokens(ours, size) for size in (5, 1, 9, 2, 1)]
+    collator = DataCollatorWithFlattening(
+        return_position_ids=told_by == "position_ids",
+        return_flash_attn_kwargs=told_by == "cu_seq_lens_q",
+        return_seq_idx=told_by == "seq_idx",
+    )
+    batch = collator([{"input_ids": text} for text in texts], return_tensors="pt")
+    out = theirs(**batch)
+    alone = torch.cat([ours(text[None]).logits for text in texts], dim=1)
+    close(out.logits, alone)
+    losses = [ours(t[None], labels=t[None]).loss * (len(t) - 1) for t in texts if len(t) > 1]
+    wanted = torch.stack(losses).sum() / (sum(map(len, texts)) - len(texts))
+    torch.testing.assert_close(out.loss.double(), wanted, rtol=1e-6, atol=0)
+    # What is read next goes on with the last one.
+    more = random_tokens(ours, 1, 4)
+    got = theirs(more, past_key_values=out.past_key_values).logits
+    close(got, ours(torch.cat([texts[-1][None], more], 1)).logits[:, 1:])
+
+
+def test_positions_that_rise_begin_nothing(tmp_path: Path) -> None:
+    """Those of padding among them, and those that go on where a cache is."""
+    ours, theirs = both("mamba2-attention-50m", tmp_path)
+    tokens, mask = random_tokens(ours, 3, 12), padded("left", 3, 12)
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    wanted = theirs(tokens, attention_mask=mask)
+    assert torch.equal(
+        theirs(tokens, attention_mask=mask, position_ids=positions).logits, wanted.logits
+    )
+    more, ones = random_tokens(ours, 3, 4), torch.ones(3, 4, dtype=torch.int64)
+    after = positions[:, -1:] + torch.arange(1, 5)
+    got = theirs(
+        more, attention_mask=ones, position_ids=after, past_key_values=wanted.past_key_values
+    ).logits
+    for row in range(3):
+        read = torch.cat([tokens[row][mask[row] > 0], more[row]])[None]
+        close(got[row], ours(read).logits[0, -4:])
+    # Within padding, packed texts still begin where positions do.
+    halves = torch.arange(12) % 6
+    out = theirs(tokens, attention_mask=mask, position_ids=halves[None].expand(3, -1))
+    for row in range(3):
+        second = slice(6, 12)
+        real = mask[row, second] > 0
+        close(out.logits[row, second][real], ours(tokens[row, second][real][None]).logits[0])
+
+
 def test_the_cache_comes_when_it_is_of_use(tmp_path: Path) -> None:
     _, theirs = both("echo-50m", tmp_path)
     tokens = random_tokens(theirs.lm, 2, 5)
@@ -161,9 +211,10 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
             attention_mask=torch.ones(2, 9),
             past_key_values=theirs(tokens).past_key_values,
         )
-    with pytest.raises(ValueError, match="packed texts would remember each other"):
-        theirs(tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
-    assert theirs(tokens, position_ids=torch.tensor([[0, 0, 0, 1, 2, 3]])) is not None
+    with pytest.raises(ValueError, match=r"seq_idx must have the shape of the tokens \[2, 6\]"):
+        theirs(tokens, seq_idx=torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="cu_seq_lens_q must go from 0 to 6 over a single row"):
+        theirs(tokens, cu_seq_lens_q=torch.tensor([0, 3, 6]))
     other = small_state(tmp_path / "other")
     with pytest.raises(ValueError, match="The state is of another model"):
         theirs(tokens[:1], past_key_values=EchoCache(other))

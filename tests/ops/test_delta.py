@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -261,3 +262,38 @@ def test_debug_mode_finds_nan_but_not_in_padding(name: str) -> None:
         delta_rule(**inputs, lengths=torch.tensor([9, 5]))
         with pytest.raises(ValueError, match=f"{name} must be finite"):
             delta_rule(**inputs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("tokens", "chunk_size"), [(1, 64), (9, 4), (40, 2), (40, 64)])
+def test_a_start_is_the_start_of_a_row(form: Any, tokens: int, chunk_size: int) -> None:
+    """In answers, gradients and the state that is left."""
+    inputs, state = make_inputs(tokens), some_state(make_inputs(3, seed=1))
+    starts = torch.zeros(2, tokens, dtype=torch.bool)
+    starts[0, [t for t in (1, 4, 5, 6, 20) if t < tokens]] = True
+    starts[1, [0, tokens // 3]] = True
+    leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+    weights = torch.randn(2, tokens, 3, 5, dtype=torch.float64)
+    y, end = delta_rule(
+        **leaves, state=state, starts=starts, backend=form, chunk_size=chunk_size, return_state=True
+    )
+    got = torch.autograd.grad((y * weights).sum() + end.S.sum(), list(leaves.values()))
+    told = torch.zeros(())
+    for b in range(2):
+        bounds = sorted({0, *starts[b].nonzero().flatten().tolist(), tokens})
+        for first, stop in itertools.pairwise(bounds):
+            mine = {name: leaf[b : b + 1, first:stop] for name, leaf in leaves.items()}
+            own = None if starts[b, first] else state.reorder(torch.tensor([b]))
+            wanted, left = delta_rule(**mine, state=own, backend="naive", return_state=True)
+            torch.testing.assert_close(y[b : b + 1, first:stop], wanted, rtol=1e-11, atol=1e-11)
+            told = told + (wanted * weights[b : b + 1, first:stop]).sum()
+        assert_same_state(end.reorder(torch.tensor([b])), left, atol=1e-11)
+        told = told + left.S.sum()
+    true = torch.autograd.grad(told, list(leaves.values()))
+    for name, ours, theirs in zip(leaves, got, true, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_starts_are_marks() -> None:
+    with pytest.raises(ValueError, match=r"starts has shape \(2, 5\) .* must be bool \[2, 6\]"):
+        delta_rule(**make_inputs(6), starts=torch.zeros(2, 5, dtype=torch.bool))

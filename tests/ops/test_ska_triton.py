@@ -1,7 +1,7 @@
 """The Triton kernels under the interpreter, in fp32, against the naive form in fp64.
 
 Sizes are small because the interpreter is slow; on a GPU the same comparison runs at full size with
-`python -m benchmarks.kernels`.
+`echo-lm bench ops`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ UNITS = 32
 
 
 @pytest.fixture(autouse=True)
-def _exact_tiles_as_long_as_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _tiles_as_long_as_chunks_and_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In exact mode, where a program of the backward then serves several chunks."""
     monkeypatch.setattr(kernels_home, "best_tile_length", lambda problem: problem.chunk_size)
+    monkeypatch.setattr(kernels_home, "MULTIPROCESSORS", 1)
 
 
 def inputs(
@@ -99,6 +101,17 @@ def assert_same_map(
 @pytest.mark.parametrize("tokens", [1, 63])
 def test_equals_naive(mode: str, tokens: int) -> None:
     assert_same_map(inputs(tokens), **MODES[mode])
+
+
+@pytest.mark.parametrize("mode", ["exact", "chunk"])
+def test_inputs_of_sixteen_bits(mode: str) -> None:
+    """Products stay in fp32 here; what is stored in bf16 is rounded up to three times."""
+    given = {name: x.bfloat16() for name, x in inputs(40, batch=1).items()}
+    truth = answers_and_gradients(given, "naive", torch.float64, **MODES[mode])
+    found = answers_and_gradients(given, "triton", torch.bfloat16, **MODES[mode])
+    for name, expected in truth.items():
+        error = (found[name] - expected).norm() / expected.norm()
+        assert error < 3 * torch.finfo(torch.bfloat16).eps / 2, f"{name} is off by {error:.1e}"
 
 
 def test_a_ridge_relative_to_the_trace() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,81 +11,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ops.ssd_cases import (
+    KINDS,
+    Inputs,
+    assert_same_state,
+    cut,
+    make_inputs,
+    row,
+    some_state,
+)
 from torch import Tensor
 
 from echo_lm.ops.checks import debug
 from echo_lm.ops.ssd import SSDState, ssd
+from echo_lm.ops.ssd.restart import running_sum
 from echo_lm.ops.ssd.rotation import accumulate
 
-Inputs = dict[str, Any]
-
 FORMS = ["naive", "chunk", "recurrent"]
-KINDS = {
-    "mamba2": {},
-    "mamba2 in groups": {"groups": 2},
-    "trapezoid": {"trapezoid": True, "groups": 2},
-    "rotation": {"angles": 2},
-    "mamba3": {"trapezoid": True, "angles": 3, "groups": 4},
-    "mimo": {"trapezoid": True, "angles": 2, "groups": 2, "rank": 3},
-    "mimo without extras": {"rank": 2},
-}
-
-
-def make_inputs(
-    tokens: int,
-    *,
-    batch: int = 2,
-    heads: int = 4,
-    head_dim: int = 5,
-    state_dim: int = 7,
-    groups: int = 1,
-    rank: int = 1,
-    trapezoid: bool = False,
-    angles: int = 0,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-) -> Inputs:
-    random = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(batch, tokens, *shape, generator=random, dtype=dtype)
-
-    ranks = [] if rank == 1 else [rank]
-    inputs: Inputs = {
-        "x": normal(heads, *ranks, head_dim),
-        "B": normal(groups, *ranks, state_dim),
-        "C": normal(groups, *ranks, state_dim),
-        "log_decay": -normal(heads).exp() / 4,
-        "gamma": normal(heads).sigmoid(),
-    }
-    if trapezoid:
-        inputs["beta"] = normal(heads).sigmoid()
-    if angles:
-        inputs["angle"] = normal(heads, angles)
-    return inputs
-
-
-def cut(inputs: Inputs, start: int, stop: int) -> Inputs:
-    """The tokens from `start` to `stop`."""
-    return {name: value[:, start:stop] for name, value in inputs.items()}
-
-
-def row(inputs: Inputs, b: int, length: int) -> Inputs:
-    return {name: value[b : b + 1, :length] for name, value in inputs.items()}
-
-
-def some_state(inputs: Inputs) -> SSDState:
-    """A state in which something was read before."""
-    earlier = {name: value.flip(1)[:, :3] for name, value in inputs.items()}
-    return ssd(**earlier, backend="naive", return_state=True)[1]
-
-
-def assert_same_state(got: SSDState, expected: SSDState, *, atol: float = 1e-12) -> None:
-    for field in fields(SSDState):
-        a, b = getattr(got, field.name), getattr(expected, field.name)
-        if field.name == "angle" and b is not None:
-            a, b = torch.polar(torch.ones_like(a), a), torch.polar(torch.ones_like(b), b)
-        torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
 def written_out(inputs: Inputs) -> Tensor:
@@ -375,3 +317,70 @@ def test_debug_mode_finds_nan_but_not_in_padding(name: str) -> None:
         ssd(**inputs, lengths=torch.tensor([9, 5]))
         with pytest.raises(ValueError, match=f"{name} must be finite"):
             ssd(**inputs)
+
+
+STARTS = [1, 4, 5, 6, 40, 75, 76]
+"""Where row 0 begins anew; row 1 does so at its first token, and once more."""
+
+
+def starts_among(tokens: int) -> Tensor:
+    starts = torch.zeros(2, tokens, dtype=torch.bool)
+    starts[0, [t for t in STARTS if t < tokens]] = True
+    starts[1, [0, tokens // 3]] = True
+    return starts
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "chunk_size"), [(1, 64), (9, 4), (80, 2), (80, 32)])
+def test_a_start_is_the_start_of_a_row(form: Any, kind: str, tokens: int, chunk_size: int) -> None:
+    """Also where more chunks are chained than by one product."""
+    inputs, starts = make_inputs(tokens, **KINDS[kind]), starts_among(tokens)
+    state = some_state(make_inputs(3, seed=1, **KINDS[kind]))
+    how: dict[str, Any] = dict(backend=form, chunk_size=chunk_size, return_state=True)
+    y, end = ssd(**inputs, state=state, starts=starts, **how)
+    for b in range(2):
+        bounds = sorted({0, *starts[b].nonzero().flatten().tolist(), tokens})
+        alone = state.reorder(torch.tensor([b]))
+        for first, stop in itertools.pairwise(bounds):
+            mine = {name: value[b : b + 1, first:stop] for name, value in inputs.items()}
+            own = None if starts[b, first] else alone
+            wanted, left = ssd(**mine, state=own, **{**how, "backend": "naive"})
+            torch.testing.assert_close(y[b : b + 1, first:stop], wanted, rtol=1e-11, atol=1e-11)
+        assert_same_state(end.reorder(torch.tensor([b])), left, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_stop_at_a_start(kind: str) -> None:
+    """In the chunk form as in the recurrence, and those across one are 0."""
+    inputs, starts = make_inputs(40, **KINDS[kind]), starts_among(40)
+
+    def gradients(form: Any) -> Inputs:
+        leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+        y = ssd(**leaves, starts=starts, backend=form, chunk_size=2)
+        (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
+        return {name: leaf.grad for name, leaf in leaves.items()}
+
+    got, wanted = gradients("chunk"), gradients("naive")
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-9, atol=1e-9)
+    assert not got["log_decay"][starts].any()
+    assert "beta" not in got or not got["beta"][starts].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 300, 5000])
+def test_running_sums_begin_anew(tokens: int) -> None:
+    """At every start, whatever was before: huge numbers leave no rounding behind."""
+    v, starts = torch.randn(2, tokens, 3).double(), torch.rand(2, tokens) < 0.03
+    v[:, : tokens // 2] *= 1e15
+    sums = running_sum(v, starts)
+    for b in range(2):
+        bounds = sorted({0, *starts[b].nonzero().flatten().tolist(), tokens})
+        parts = [v[b, first:stop].cumsum(0) for first, stop in itertools.pairwise(bounds)]
+        scale = [part.abs().cummax(0).values for part in parts]
+        assert (sums[b] - torch.cat(parts)).abs().le(1e-12 * torch.cat(scale)).all()
+    other = v.clone()
+    past = torch.arange(tokens) < bounds[-2]
+    other[1, past] = torch.randn_like(other[1, past])
+    assert torch.equal(running_sum(other, starts)[1, ~past], sums[1, ~past])
+    torch.testing.assert_close(running_sum(v, None), v.cumsum(1))

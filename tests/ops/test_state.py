@@ -74,6 +74,30 @@ def test_marked_rows_are_reset() -> None:
     assert not everything.inner.total.any()
 
 
+def test_another_state_is_written_over_in_place() -> None:
+    state, new = make(), make()
+    new.count, new.window = state.count, 9
+    places = [x.data_ptr() for x in (state.count, state.inner.total)]
+    state.write_over(new)
+    assert torch.equal(state.inner.total, new.inner.total)
+    assert state.window == 9
+    assert [x.data_ptr() for x in (state.count, state.inner.total)] == places
+    assert state.inner.total.data_ptr() != new.inner.total.data_ptr()
+
+
+def test_nothing_is_written_over_that_has_no_place() -> None:
+    for changed, said in (
+        (
+            Inner(torch.randn(4, 2)),
+            r"total of Inner is torch.float32 \[4, 2\] and cannot .*\[3, 2\]",
+        ),
+        (Inner(torch.randn(3, 2).double()), r"torch.float64 \[3, 2\]"),
+        (Inner(torch.randn(3, 2), torch.ones(3)), r"extra of Inner .* written over nothing"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make().write_over(Outer(torch.arange(3), changed))
+
+
 def test_bytes_are_counted_in_nested_states_too() -> None:
     assert make().nbytes == 3 * 8 + 3 * 2 * 4
 

@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Int
 from numpy import ndarray
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from echo_lm.data.shards import TokenShards
 from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.tasks.base import SPLITS, Batch, Split, check, check_option
 
-Windows = Literal["running", "apart"]
+Windows = Literal["running", "packed", "apart"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,16 @@ class TextBatch(Batch):
     documents: Int[Tensor, "b t"]
     """The number of each token's document in its split; -1 is padding. A separator is the first
     token of the document it opens; that which closes a window "apart" is that document's."""
+
+
+class PackedBatch(TextBatch):
+    """Windows whose documents must not know of each other. A separator opens the memory of its
+    document; that it comes is still for the document before it to tell, as its end."""
+
+    @property
+    def starts(self) -> Bool[Tensor, "b t"]:
+        before, here = self.documents[:, :-1], self.documents[:, 1:]
+        return F.pad((here != before) & (here >= 0), (1, 0))
 
 
 class TextSource:
@@ -38,9 +49,10 @@ class TextSource:
         shards: The text.
         length: Tokens of a window.
         windows: "running": one after the other through all the text, so that one may hold the end
-            of a document and the next one behind its separator. "apart": a window has one
-            document, or a part of one, and then padding, so that nothing leaks from one to
-            another in any model; `filled` tells what share of it is text.
+            of a document and the next one behind its separator. "packed": the same windows, for
+            a model that empties its memory at every separator, see `PackedBatch`. "apart": a
+            window has one document, or a part of one, and then padding, so that nothing leaks
+            from one to another in any model; `filled` tells what share of it is text.
     """
 
     def __init__(self, shards: TokenShards, length: int, *, windows: Windows = "running") -> None:
@@ -106,7 +118,8 @@ class TextSource:
             some = self.shards.read(split, start, stop)
             row[: len(some)] = some
         documents = self._documents(split, starts, stops)
-        return _on_device(tokens, documents, torch.device(device))
+        kind = PackedBatch if self.windows == "packed" else TextBatch
+        return kind(*_on_device(tokens, documents, torch.device(device)))
 
     def _documents(
         self, split: Split, starts: Int[ndarray, " b"], stops: Int[ndarray, " b"]
@@ -151,8 +164,11 @@ class TextSource:
 
 def _on_device(
     tokens: Int[ndarray, "b t"], documents: Int[ndarray, "b t"], device: torch.device
-) -> TextBatch:
-    """A GPU gets four bytes a token from pinned memory, without the host waiting for it."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of a `TextBatch`.
+
+    A GPU gets four bytes a token from pinned memory, without the host waiting for it.
+    """
     padded = bool((documents[:, -1] < 0).any())
     moved = []
     for array in (tokens, documents):
@@ -163,4 +179,4 @@ def _on_device(
     ids, numbers = moved[0].long(), moved[1]
     real = numbers >= 0
     labels = ids.masked_fill(~real, IGNORED_LABEL) if padded else ids
-    return TextBatch(ids, labels, real, numbers)
+    return ids, labels, real, numbers

@@ -42,8 +42,9 @@ def run(
     )
     for title, shares in (
         ("By source", found.by_source),
-        ("By place in the window", found.by_place),
+        (f"By place in the {'document' if windows == 'packed' else 'window'}", found.by_place),
         ("Rare tokens in a document", found.rare),
+        ("Rare pairs of tokens in a document, the second of them", found.rare_pairs),
     ):
         console.print(table_of(title, shares))
     if out is not None:

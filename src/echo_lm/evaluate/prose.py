@@ -57,17 +57,22 @@ class Prose:
 
     @classmethod
     def of(cls, files: Sequence[Path], tokenizer: Any) -> Prose:
-        """Of files, those in .jsonl with a `text` in each line."""
-        texts = []
-        for file in files:
-            if ".jsonl" in file.name:
-                texts += [str(row.get("text", "")) for row in read_rows(file)]
-            else:
-                texts.append(read_text(file))
-        return cls("\n\n".join(texts), tokenizer)
+        """Of files; see `read_prose`."""
+        return cls(read_prose(files), tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def read_prose(files: Sequence[Path]) -> str:
+    """What is in files, those in .jsonl with a `text` in each line."""
+    texts = []
+    for file in files:
+        if ".jsonl" in file.name:
+            texts += [str(row.get("text", "")) for row in read_rows(file)]
+        else:
+            texts.append(read_text(file))
+    return "\n\n".join(texts)
 
 
 @dataclass(frozen=True)
@@ -161,18 +166,8 @@ def run(
     for length in lengths:
         # Whether it fits is said before hours of reading.
         Needle(prose, length).batch(rows, seed=seed, split="test")
-    places = [i / (depths - 1) for i in range(depths)]
-    cells = {
-        (length, depth): recall(
-            model,
-            Needle(prose, length, depth),
-            rows=rows,
-            batch=max(1, min(rows, AT_ONCE // length)),
-            seed=seed,
-        )
-        for length in lengths
-        for depth in places
-    }
+    places = evenly(depths)
+    cells = read_map(model, prose, lengths, places, rows=rows, seed=seed)
     console.print(table_of(cells, lengths, places))
     draw_map(cells, lengths, places, out / FIGURE)
     record = {
@@ -181,23 +176,57 @@ def run(
         "rows": rows,
         "seed": seed,
         **taken,
-        "cells": [
-            {
-                "length": length,
-                "depth": depth,
-                "found": cell.exact,
-                "answer_tokens_right": cell.accuracy,
-                "loss": cell.loss,
-                "state_bytes": cell.state_bytes,
-            }
-            for (length, depth), cell in cells.items()
-        ],
+        "cells": told(cells),
     }
     write_json(out / RECORD, record)
     console.print(f"Written to {out}: {RECORD} and {FIGURE}.")
 
 
 Cells = dict[tuple[int, float], Recall]
+"""By length and depth."""
+
+
+def evenly(depths: int) -> list[float]:
+    """So many depths, from the beginning to the end."""
+    return [i / (depths - 1) for i in range(depths)]
+
+
+def read_map(
+    model: EchoLM,
+    prose: Prose,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    *,
+    rows: int,
+    seed: int,
+) -> Cells:
+    """How many numbers a model finds at every length and depth."""
+    return {
+        (length, depth): recall(
+            model,
+            Needle(prose, length, depth),
+            rows=rows,
+            batch=max(1, min(rows, AT_ONCE // length)),
+            seed=seed,
+        )
+        for length in lengths
+        for depth in depths
+    }
+
+
+def told(cells: Cells) -> list[dict[str, Any]]:
+    """For a record."""
+    return [
+        {
+            "length": length,
+            "depth": depth,
+            "found": cell.exact,
+            "answer_tokens_right": cell.accuracy,
+            "loss": cell.loss,
+            "state_bytes": cell.state_bytes,
+        }
+        for (length, depth), cell in cells.items()
+    ]
 
 
 def table_of(cells: Cells, lengths: Sequence[int], depths: Sequence[float]) -> Table:
@@ -211,16 +240,26 @@ def table_of(cells: Cells, lengths: Sequence[int], depths: Sequence[float]) -> T
 def draw_map(cells: Cells, lengths: Sequence[int], depths: Sequence[float], path: Path) -> None:
     """Depth over length."""
     found = [[cells[length, depth].exact for length in lengths] for depth in depths]
-    with figure(path, size=(1.5 + 0.6 * len(lengths), 1 + 0.25 * len(depths))) as axes:
-        ax = axes[0, 0]
-        image = ax.imshow(found, aspect="auto", cmap="cividis", vmin=0, vmax=1)
-        ax.set(
-            xticks=range(len(lengths)),
-            xticklabels=[f"{length:,}" for length in lengths],
-            yticks=range(len(depths)),
-            yticklabels=[f"{depth:.0%}" for depth in depths],
-            xlabel="tokens",
-            ylabel="depth of the number",
-        )
-        ax.grid(visible=False)
-        ax.figure.colorbar(image, ax=ax, label="share found")
+    with figure(path, size=size_of_map(lengths, depths)) as axes:
+        show_map(axes[0, 0], found, lengths, depths)
+
+
+def size_of_map(lengths: Sequence[int], depths: Sequence[float]) -> tuple[float, float]:
+    return 1.5 + 0.6 * len(lengths), 1 + 0.25 * len(depths)
+
+
+def show_map(
+    ax: Any, found: Sequence[Sequence[float]], lengths: Sequence[int], depths: Sequence[float]
+) -> None:
+    """The shares found, a row for each depth."""
+    image = ax.imshow(found, aspect="auto", cmap="cividis", vmin=0, vmax=1)
+    ax.set(
+        xticks=range(len(lengths)),
+        xticklabels=[f"{length:,}" for length in lengths],
+        yticks=range(len(depths)),
+        yticklabels=[f"{depth:.0%}" for depth in depths],
+        xlabel="tokens",
+        ylabel="depth of the number",
+    )
+    ax.grid(visible=False)
+    ax.figure.colorbar(image, ax=ax, label="share found")

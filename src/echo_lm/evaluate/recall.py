@@ -109,8 +109,13 @@ def _read(model: EchoLM, batch: Batch, piece: int, facts_only: bool) -> _Reading
     piece = min(piece, max(1, LOGITS_AT_ONCE // (len(targets) * model.config.vocab_size)))
     for start in range(0, targets.shape[1], piece):
         here = slice(start, start + piece)
-        mask = batch.facts[:, here] if facts_only else None
-        out = model(batch.tokens[:, here], state=state, return_state=True, statistics_mask=mask)
+        out = model(
+            batch.tokens[:, here],
+            state=state,
+            return_state=True,
+            statistics_mask=batch.facts[:, here] if facts_only else None,
+            document_starts=None if batch.starts is None else batch.starts[:, here],
+        )
         state = out.state
         asked = targets[:, here] != IGNORED_LABEL
         logits, wanted = out.logits[asked].float(), targets[:, here][asked]

@@ -16,12 +16,17 @@ from torch import Tensor
 from echo_lm.data.shards import TokenShards
 from echo_lm.data.source import TextBatch, TextSource
 from echo_lm.evaluate.recall import LOGITS_AT_ONCE
+from echo_lm.layers.documents import Documents
 from echo_lm.model.lm import EchoLM
 from echo_lm.model.loss import IGNORED_LABEL
 from echo_lm.ops.backends import Precision, autocast
 
 RARE = 1e-5
 """A token is rare if fewer than this share of the training text are it."""
+RARE_PAIR = 1e-6
+"""The same of two tokens in a row, such as the parts of a name."""
+AT_ONCE = 1 << 20
+"""Tokens of the training text that are counted together."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,13 @@ class TextLoss:
     """The same as a file's size: what it does not matter to how text is cut into tokens."""
     by_source: tuple[Share, ...]
     by_place: tuple[Share, ...]
-    """Of places 1, 2-3, 4-7, ... of the window: with more context a token should cost less."""
+    """Of tokens with 1, 2-3, 4-7, ... read before them, in the window or, where documents are
+    packed, in the document that told them: with more context a token should cost less."""
     rare: tuple[Share, ...]
     """Rare tokens where a document has them first, and where it has had them in this window."""
+    rare_pairs: tuple[Share, ...]
+    """The same of the second token of rare pairs: with a small vocabulary no token is rare, and
+    a name is one of several. Who recalls pays less the second time."""
 
 
 @torch.inference_mode()
@@ -81,15 +90,18 @@ def text_loss(
     model.train(was_training)
     loss = torch.cat(losses).double()
     table = {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
-    asked = table["asked"]
+    asked, pairs = table["asked"], table["pairs"]
+    vocab_size = model.config.vocab_size
+    rare_pair = torch.from_numpy(rare_pairs(source.shards, pairs.numpy(), vocab_size))
     mean = float(loss[asked].mean())
     return TextLoss(
         loss=mean,
         tokens=int(asked.sum()),
         bits_per_byte=mean / math.log(2) * tokens_per_byte(source.shards),
         by_source=shares_by_source(loss, table, source.shards),
-        by_place=shares_by_place(loss, asked),
+        by_place=shares_by_place(loss, asked, table["before"]),
         rare=shares_of_rare(loss, asked & table["rare"], table["again"]),
+        rare_pairs=shares_of_rare(loss, asked & rare_pair, table["pairs_again"]),
     )
 
 
@@ -101,7 +113,12 @@ def token_losses(model: EchoLM, batch: TextBatch) -> Float[Tensor, "b t"]:
     state = None
     for start in range(0, length - 1, piece):
         stop = min(start + piece, length - 1)
-        out = model(batch.tokens[:, start:stop], state=state, return_state=True)
+        out = model(
+            batch.tokens[:, start:stop],
+            state=state,
+            return_state=True,
+            document_starts=None if batch.starts is None else batch.starts[:, start:stop],
+        )
         state = out.state
         wanted = batch.labels[:, start + 1 : stop + 1]
         losses[:, start + 1 : stop + 1] = F.cross_entropy(
@@ -114,12 +131,26 @@ def describe(batch: TextBatch, rare: Bool[Tensor, " vocab"]) -> dict[str, Tensor
     """What each token of a batch is."""
     asked = batch.labels != IGNORED_LABEL
     asked[:, 0] = False
+    # What stands before a window's first token is not seen: its pair is one by itself.
+    vocab_size = len(rare)
+    before = F.pad(batch.tokens[:, :-1], (1, 0), value=vocab_size)
+    pairs = before * vocab_size + batch.tokens
     return {
         "asked": asked,
         "documents": batch.documents,
         "rare": rare[batch.tokens],
         "again": seen_before(batch.tokens, batch.documents),
+        "before": read_before(batch),
+        "pairs": pairs,
+        "pairs_again": seen_before(pairs, batch.documents),
     }
+
+
+def read_before(batch: TextBatch) -> Int[Tensor, "b t"]:
+    """How many tokens tell each one. A packed document's first is told by the document before."""
+    starts = torch.zeros_like(batch.facts) if batch.starts is None else batch.starts
+    place = Documents.of(starts).place
+    return F.pad(place[:, :-1] + 1, (1, 0))
 
 
 def seen_before(tokens: Int[Tensor, "b t"], documents: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
@@ -131,11 +162,26 @@ def seen_before(tokens: Int[Tensor, "b t"], documents: Int[Tensor, "b t"]) -> Bo
 
 
 def rare_tokens(shards: TokenShards, vocab_size: int) -> Bool[ndarray, " vocab"]:
-    """By their share of the training text, a million tokens at a time."""
+    """By their share of the training text."""
     counts, total = np.zeros(vocab_size, np.int64), shards.tokens("train")
-    for start in range(0, total, 1 << 20):
-        counts += np.bincount(shards.read("train", start, start + (1 << 20)), minlength=vocab_size)
+    for start in range(0, total, AT_ONCE):
+        counts += np.bincount(shards.read("train", start, start + AT_ONCE), minlength=vocab_size)
     rare: Bool[ndarray, " vocab"] = counts < RARE * total
+    return rare
+
+
+def rare_pairs(
+    shards: TokenShards, pairs: Int[ndarray, "b t"], vocab_size: int
+) -> Bool[ndarray, "b t"]:
+    """By their share of the training text; a pair is `first * vocab_size + second`."""
+    wanted, where = np.unique(pairs, return_inverse=True)
+    counts, total = np.zeros(len(wanted), np.int64), shards.tokens("train")
+    for start in range(0, total, AT_ONCE):
+        tokens = shards.read("train", start, start + AT_ONCE + 1).astype(np.int64)
+        here = tokens[:-1] * vocab_size + tokens[1:]
+        places = np.searchsorted(wanted, here).clip(max=len(wanted) - 1)
+        counts += np.bincount(places[wanted[places] == here], minlength=len(wanted))
+    rare: Bool[ndarray, "b t"] = (counts < RARE_PAIR * total)[where].reshape(pairs.shape)
     return rare
 
 
@@ -163,8 +209,9 @@ def shares_of_rare(
     return tuple(one for one in found if one.tokens)
 
 
-def shares_by_place(loss: Float[Tensor, "b t"], asked: Bool[Tensor, "b t"]) -> tuple[Share, ...]:
-    places = torch.arange(loss.shape[1])
+def shares_by_place(
+    loss: Float[Tensor, "b t"], asked: Bool[Tensor, "b t"], places: Int[Tensor, "b t"]
+) -> tuple[Share, ...]:
     edges = [2**n for n in range(math.ceil(math.log2(loss.shape[1])) + 1)]
     shares = []
     for low, high in pairwise(edges):

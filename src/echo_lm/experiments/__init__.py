@@ -17,6 +17,10 @@ from echo_lm.experiments.filters import Filters
 from echo_lm.experiments.forgetting import Forgetting
 from echo_lm.experiments.gradients import Gradients
 from echo_lm.experiments.length import Length
+from echo_lm.experiments.lm import LanguageModels
+from echo_lm.experiments.lm_evals import Evaluations
+from echo_lm.experiments.lm_needle import NeedlesInProse
+from echo_lm.experiments.lm_sweep import Sweep
 from echo_lm.experiments.long_conditioning import LongConditioning
 from echo_lm.experiments.mqar import MQAR50M, MQARSmall
 from echo_lm.experiments.persistence import Persistence
@@ -52,6 +56,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         Recurrent(),
         LongConditioning(),
         ZoologyMQAR(),
+        Sweep(),
+        LanguageModels(),
+        Evaluations(),
+        NeedlesInProse(),
     )
 }
 

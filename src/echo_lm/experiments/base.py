@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from rich.console import Console
 
@@ -26,6 +26,8 @@ class Workbench:
     folder: Path
     """The cell's own, for checkpoints: an interrupted cell finds what it left there. Removed when
     the cell is done."""
+    keep: Path
+    """The cell's own too, for weights that other experiments go on from. Stays, outside of git."""
     console: Console
 
 
@@ -87,6 +89,37 @@ class Experiment(ABC):
     def remarks(self, done: Sequence[Finished]) -> list[str]:
         """Sentences that the numbers bear out, for the report."""
         return []
+
+
+MATERIAL = {
+    "text": "a folder of tokens, which echo-lm data prepare makes",
+    "evals": "a folder of evaluation sets, as of echo-lm eval --data",
+    "haystack": "a file of prose, as of echo-lm needle --text",
+}
+"""What a user may bring, by the option of `echo-lm reproduce`."""
+
+
+class OnMaterial(Experiment):
+    """An experiment on what the user brings. Its records name that by hashes, not by paths."""
+
+    reads: ClassVar[str]
+    """Which of `MATERIAL`."""
+
+    def __init__(self, material: Path | None = None, results: Path = Path("results")) -> None:
+        self._material, self.results = material, results
+
+    def given(self, material: Path | None, results: Path) -> Self:
+        """The same experiment on this; `results` is where others have left what it goes on from."""
+        if material is None:
+            raise ValueError(
+                f"{self.name} reads {MATERIAL[self.reads]}: name it with --{self.reads}."
+            )
+        return type(self)(material, results)
+
+    @property
+    def material(self) -> Path:
+        assert self._material is not None, f"{self.name} was given nothing"
+        return self._material
 
 
 def select(done: Sequence[Finished], **wanted: Any) -> list[Finished]:

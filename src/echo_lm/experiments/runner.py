@@ -11,10 +11,19 @@ from typing import Any
 
 from rich.console import Console
 
-from echo_lm.experiments.base import Experiment, Finished, Scale, Settings, Workbench
+from echo_lm.experiments.base import (
+    Experiment,
+    Finished,
+    OnMaterial,
+    Scale,
+    Settings,
+    Workbench,
+)
 from echo_lm.results import circumstances, write_json
 
 CELLS = "cells"
+UNFINISHED = "unfinished"
+WEIGHTS = "weights"
 REPORT = "README.md"
 FIGURE = "figure.png"
 
@@ -32,7 +41,8 @@ def reproduce(
 ) -> Path:
     """Run what is missing and write `out/NAME/SCALE`: a JSON file for each cell, tables, a figure.
 
-    Each cell is kept as soon as it is done, so that an interrupted call goes on where it stopped.
+    Each cell is kept as soon as it is done, so that an interrupted call goes on where it stopped;
+    the checkpoints of one that is not lie in `unfinished` there, and hold on any machine.
     `share="2/4"` runs every fourth cell from the second on, for several processes or machines;
     `only=["model=SSM", "gap=64", "gap=256"]` those with one of the values given of each setting.
     """
@@ -93,6 +103,11 @@ def cell_path(folder: Path, settings: Settings, seed: int) -> Path:
     return folder / CELLS / f"{cell_name(settings, seed)}.json"
 
 
+def weights_path(folder: Path, settings: Settings, seed: int) -> Path:
+    """Where a cell keeps what others go on from."""
+    return folder / WEIGHTS / cell_name(settings, seed)
+
+
 def is_done(
     experiment: Experiment, scale: Scale, settings: Settings, seed: int, folder: Path
 ) -> bool:
@@ -122,9 +137,10 @@ def run_cell(
 ) -> None:
     """Run one cell and keep its record."""
     protocol = experiment.protocol(scale)
-    scratch = folder / "unfinished" / cell_name(settings, seed)
+    scratch = folder / UNFINISHED / cell_name(settings, seed)
+    bench = Workbench(device, scratch, weights_path(folder, settings, seed), console)
     taken, started = circumstances(), time.perf_counter()
-    numbers = experiment.run(protocol, settings, seed, Workbench(device, scratch, console))
+    numbers = experiment.run(protocol, settings, seed, bench)
     record = {
         "experiment": experiment.name,
         "scale": scale,
@@ -174,6 +190,8 @@ def render(
 ) -> str:
     """The report as Markdown."""
     again = f"echo-lm reproduce {experiment.name} --scale {scale} --seeds {seeds}"
+    if isinstance(experiment, OnMaterial):
+        again += f" --{experiment.reads} ..."
     missing = "" if len(done) == total else f" **{total - len(done)} of {total} have not run yet.**"
     machines = {r["hardware"]["accelerator"] or r["hardware"]["processor"] for r in records}
     protocol = "\n".join(f"- {k}: {v}" for k, v in experiment.protocol(scale).items())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from statistics import mean
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -34,6 +34,13 @@ T = TypeVar("T")
 TRAIN_SETTINGS = frozenset(field.name for field in fields(TrainConfig))
 
 
+class Trainable(Source, Protocol):
+    """A source that a model can be made for: a task, or text."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Fitted:
     """A trained model and what its training told."""
@@ -56,7 +63,7 @@ class Fitted:
 
 def fit(
     config: EchoConfig,
-    source: Task,
+    source: Trainable,
     protocol: Mapping[str, Any],
     seed: int,
     bench: Workbench,
@@ -64,12 +71,15 @@ def fit(
     test: Source | None = None,
     **changes: Any,
 ) -> Fitted:
-    """Train a new model on a task; an interrupted cell goes on from its last checkpoint.
+    """Train a new model; an interrupted cell goes on from its last checkpoint.
 
     `changes` are settings of `TrainConfig` that differ from the protocol's.
     """
     how = train_config(protocol, seed, **changes)
     model = build(config, source, seed)
+    if how.compile and bench.device.startswith("cuda"):
+        # The models of earlier cells count against a limit, beyond which nothing is compiled.
+        torch.compiler.reset()
     history = train(
         model,
         source,
@@ -88,8 +98,8 @@ def train_config(protocol: Mapping[str, Any], seed: int, **changes: Any) -> Trai
     return TrainConfig(**{**said, **changes, "seed": seed})
 
 
-def build(config: EchoConfig, source: Task, seed: int) -> EchoLM:
-    """A model for the symbols of a task, with the first weights of a seed."""
+def build(config: EchoConfig, source: Trainable, seed: int) -> EchoLM:
+    """A model for the symbols of a source, with the first weights of a seed."""
     torch.manual_seed(seed)
     return EchoLM(replace(config, vocab_size=source.vocab_size))
 

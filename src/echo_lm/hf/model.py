@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -77,6 +78,8 @@ class EchoForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Int[Tensor, " n"] = 0,
+        cu_seq_lens_q: Int[Tensor, " n"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         **loss_options: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the token after each one.
@@ -88,10 +91,14 @@ class EchoForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: An `EchoCache` to continue, which changes in place.
             inputs_embeds: Embeddings in the place of tokens.
             labels: The same tokens; each is the target of the one before it, -100 is none.
-            position_ids: Positions follow from the cache and the mask; these must not contradict.
+            position_ids: Positions follow from the cache and the mask. Where these do not rise
+                from one token to the next, another text begins, which is read as if it were alone
+                (as `DataCollatorWithFlattening` packs them); -100 is the label of its first token.
             use_cache: Return a cache even if none came; so it is by default, except in training.
             output_hidden_states: Also return what went into each block, and what came out.
             logits_to_keep: Give the logits of so many last places only, or of these places.
+            cu_seq_lens_q: The bounds `[0, ..., t]` of texts packed into one row; says the same.
+            seq_idx: The number of each token's text, which says the same.
             loss_options: Passed on to the loss.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -99,13 +106,14 @@ class EchoForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         mask = _mask_of(attention_mask, x.shape[1], 0 if cache is None else cache.places)
-        _check_positions(position_ids, mask)
+        starts = _text_starts(x, mask, position_ids, cu_seq_lens_q, seq_idx)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         reading = self.lm.read(
             x,
             None if cache is None else cache.state,
             attention_mask=mask,
+            document_starts=starts,
             return_state=cache is not None,
             return_stream=bool(output_hidden_states),
         )
@@ -206,19 +214,53 @@ def _mask_of(
     return attention_mask[:, -tokens:]
 
 
-def _check_positions(
-    position_ids: Int[Tensor, "#b t"] | None, mask: Int[Tensor, "b t"] | None
-) -> None:
-    """Packed rows begin anew in the middle, which would leak from one text into the next."""
-    if position_ids is None or position_ids.shape[-1] < 2:
-        return
-    real = torch.ones_like(position_ids) if mask is None else mask
-    reached = (position_ids * real).cummax(-1).values
-    if bool(((position_ids == 0) & (real != 0) & (reached > 0)).any()):
-        raise ValueError(
-            "position_ids begin anew within a row: packed texts would remember each other; give "
-            "each a row of its own, and an attention_mask."
-        )
+def _text_starts(
+    x: Float[Tensor, "b t d"],
+    mask: Int[Tensor, "b t"] | None,
+    position_ids: Int[Tensor, "#b t"] | None,
+    cu_seq_lens: Int[Tensor, " n"] | None,
+    seq_idx: Int[Tensor, "#b t"] | None,
+) -> Bool[Tensor, "b t"] | None:
+    """Where another text begins within a row, in any of the ways that transformers packs texts.
+
+    None if none does.
+    """
+    shape = x.shape[:2]
+    if shape[1] < 2 or (position_ids is None and cu_seq_lens is None and seq_idx is None):
+        return None
+    for name, numbers in {"position_ids": position_ids, "seq_idx": seq_idx}.items():
+        if numbers is not None and tuple(numbers.shape) not in (tuple(shape), (1, shape[1])):
+            raise ValueError(
+                f"{name} must have the shape of the tokens {list(shape)}, got "
+                f"{list(numbers.shape)}."
+            )
+    starts = torch.zeros(shape, dtype=torch.bool, device=x.device)
+    if cu_seq_lens is not None:
+        if shape[0] != 1 or int(cu_seq_lens[0]) != 0 or int(cu_seq_lens[-1]) != shape[1]:
+            raise ValueError(
+                f"cu_seq_lens_q must go from 0 to {shape[1]} over a single row, got "
+                f"{cu_seq_lens.tolist()} over {shape[0]} row(s)."
+            )
+        starts[0, cu_seq_lens[1:-1][cu_seq_lens[1:-1] < shape[1]].long()] = True
+    if seq_idx is not None:
+        starts |= _changes(seq_idx.expand(shape), mask, torch.ne)
+    if position_ids is not None:
+        starts |= _changes(position_ids.expand(shape), mask, torch.le)
+    return starts if bool(starts.any()) else None
+
+
+def _changes(
+    numbers: Int[Tensor, "b t"],
+    mask: Int[Tensor, "b t"] | None,
+    differs: Callable[[Tensor, Tensor], Tensor],
+) -> Bool[Tensor, "b t"]:
+    """Real tokens whose number differs so from that of the real token before them."""
+    real = torch.ones_like(numbers, dtype=torch.bool) if mask is None else mask.bool()
+    places = torch.arange(numbers.shape[1], device=numbers.device)
+    last = torch.where(real, places, -1).cummax(1).values
+    before = F.pad(last[:, :-1], (1, 0), value=-1)
+    told = numbers.gather(1, before.clamp_min(0))
+    return real & (before >= 0) & differs(numbers, told)
 
 
 def _keep(x: Float[Tensor, "b t d"], places: int | Int[Tensor, " n"]) -> Float[Tensor, "b kept d"]:

@@ -4,6 +4,7 @@ from echo_lm.layers.attention import Attention as Attention
 from echo_lm.layers.attention import AttentionState as AttentionState
 from echo_lm.layers.delta_net import DeltaNet as DeltaNet
 from echo_lm.layers.delta_net import DeltaNetState as DeltaNetState
+from echo_lm.layers.documents import Documents as Documents
 from echo_lm.layers.koopman_mlp import SpectralKoopmanMLP as SpectralKoopmanMLP
 from echo_lm.layers.lift import ClebschGordanLift as ClebschGordanLift
 from echo_lm.layers.mamba2 import Mamba2 as Mamba2

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from echo_lm.layers.documents import Documents
 from echo_lm.layers.rotary import rotary_tables, rotate
 from echo_lm.ops.checks import require_finite
 from echo_lm.ops.state import TensorState
@@ -55,6 +56,13 @@ class AttentionState(TensorState):
             count=self.count + (new if lengths is None else lengths),
             valid=valid,
         )
+
+    def without_others(self, documents: Documents) -> AttentionState:
+        """With marks for each row's last document alone; nobody asks for the rest any more."""
+        before = self.keys.shape[1] - documents.number.shape[1]
+        number = F.pad(documents.number, (before, 0))
+        of_last = number == documents.at_end(documents.number).unsqueeze(-1)
+        return replace(self, valid=self._marks() & of_last)
 
     def reset(self, rows: Bool[Tensor, " b"] | None = None) -> Self:
         """Forget everything and free the slots, or forget only the rows that are marked."""
@@ -106,24 +114,29 @@ class Attention(nn.Module):
         state: AttentionState | None = None,
         *,
         lengths: Int[Tensor, " b"] | None = None,
+        documents: Documents | None = None,
         return_state: bool = True,
     ) -> tuple[Float[Tensor, "b t d"], AttentionState | None]:
         self._check(x, state, lengths)
         past = self.init_state(x.shape[0]) if state is None else state
-        q, k, v = self._project(x, past.count)
+        positions = past.count.unsqueeze(-1) + torch.arange(x.shape[1], device=x.device)
+        if documents is not None:
+            positions = documents.positions(past.count)
+        q, k, v = self._project(x, positions)
         now = past.append(k, v, lengths)
-        mixed = _attend(q, now.keys, now.values, past.valid)
+        mixed = _attend(q, now.keys, now.values, past.valid, documents)
         y: Tensor = self.out_proj(mixed.flatten(-2))
+        if documents is not None:
+            now = replace(now.without_others(documents), count=documents.count(past.count))
         return y, now if return_state else None
 
     def _project(
-        self, x: Float[Tensor, "b t d"], count: Int[Tensor, " b"]
+        self, x: Float[Tensor, "b t d"], positions: Int[Tensor, "b t"]
     ) -> tuple[Float[Tensor, "b t h p"], Float[Tensor, "b t h p"], Float[Tensor, "b t h p"]]:
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        positions = count.unsqueeze(-1) + torch.arange(x.shape[1], device=x.device)
         dtype = torch.promote_types(q.dtype, torch.float32)
         cos, sin = rotary_tables(positions, q.shape[-1], theta=self.rope_theta, dtype=dtype)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
@@ -165,13 +178,15 @@ def _attend(
     keys: Float[Tensor, "b l h p"],
     values: Float[Tensor, "b l h p"],
     valid_past: Bool[Tensor, "b past"] | None,
+    documents: Documents | None,
 ) -> Float[Tensor, "b t h p"]:
-    """Let the last t slots attend to all slots up to their own."""
+    """Let the last t slots attend to all slots of their document up to their own."""
     new, slots = q.shape[1], keys.shape[1]
+    number = None if documents is None else F.pad(documents.number, (slots - new, 0))
     q, keys, values = (t.transpose(1, 2) for t in (q, keys, values))
-    if new == slots:
+    if number is None and new == slots:
         mixed = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
-    elif new == 1 and valid_past is None:
+    elif number is None and new == 1 and valid_past is None:
         mixed = F.scaled_dot_product_attention(q, keys, values)
     else:
         # Not is_causal: with a past it lets query i see the first i slots, not those before it.
@@ -181,7 +196,7 @@ def _attend(
         mixed = torch.cat(
             [
                 F.scaled_dot_product_attention(
-                    part, keys, values, attn_mask=_visible(part_own, slots, valid_past)
+                    part, keys, values, attn_mask=_visible(part_own, slots, valid_past, number)
                 )
                 for part, part_own in parts
             ],
@@ -191,16 +206,21 @@ def _attend(
 
 
 def _visible(
-    own: Int[Tensor, " t"], slots: int, valid_past: Bool[Tensor, "b past"] | None
+    own: Int[Tensor, " t"],
+    slots: int,
+    valid_past: Bool[Tensor, "b past"] | None,
+    number: Int[Tensor, "b l"] | None,
 ) -> Bool[Tensor, "#b 1 t l"]:
     """Which slots the queries of the slots `own` may see.
 
     Padding of this call needs no mark: it is on the right, where no real token looks. A padded
     query still sees itself, so that no softmax is over nothing.
     """
-    seen = torch.arange(slots, device=own.device) <= own.unsqueeze(-1)
+    seen = (torch.arange(slots, device=own.device) <= own.unsqueeze(-1))[None, None]
+    if number is not None:
+        seen = seen & (number[:, None, own, None] == number[:, None, None])
     if valid_past is None:
-        return seen[None, None]
+        return seen
     known = F.pad(valid_past, (0, slots - valid_past.shape[1]), value=True)
     return seen & known[:, None, None]
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from echo_lm.layers.documents import Documents
 from echo_lm.layers.parameters import no_weight_decay
 from echo_lm.ops.checks import require_finite
 from echo_lm.ops.ssd.checks import check_lengths
@@ -76,17 +77,23 @@ class ShortConv(nn.Module):
         state: ConvState | None = None,
         *,
         lengths: Int[Tensor, " b"] | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Float[Tensor, "b t d"], ConvState]:
         self._check(x, state, lengths)
         state = self.init_state(x.shape[0]) if state is None else state
-        history, state = remember(state, x, lengths)
-        return self._convolve(history, x.shape[1]).to(x.dtype), state
+        history, state = remember(state, x, lengths, documents)
+        return self._convolve(history, x.shape[1], documents).to(x.dtype), state
 
-    def _convolve(self, history: Float[Tensor, "b w d"], tokens: int) -> Float[Tensor, "b t d"]:
+    def _convolve(
+        self, history: Float[Tensor, "b w d"], tokens: int, documents: Documents | None
+    ) -> Float[Tensor, "b t d"]:
         weight = self.weight.to(history.dtype)
         y = torch.zeros_like(weight[:, 0]) if self.bias is None else self.bias.to(history.dtype)
         for j in range(self.kernel_size):
-            y = torch.addcmul(y, history[:, j : j + tokens], weight[:, j])
+            tap, back = history[:, j : j + tokens], self.kernel_size - 1 - j
+            if documents is not None and back:
+                tap = _where(documents.reach(back), tap)
+            y = torch.addcmul(y, tap, weight[:, j])
         return F.silu(y) if self.silu else y
 
     def _check(self, x: Tensor, state: ConvState | None, lengths: Tensor | None) -> None:
@@ -106,17 +113,29 @@ class ShortConv(nn.Module):
 
 
 def remember(
-    state: ConvState, x: Float[Tensor, "b t d"], lengths: Int[Tensor, " b"] | None
+    state: ConvState,
+    x: Float[Tensor, "b t d"],
+    lengths: Int[Tensor, " b"] | None,
+    documents: Documents | None = None,
 ) -> tuple[Float[Tensor, "b w d"], ConvState]:
     """The window with what comes after it, at least in fp32, and the last of each row's inputs.
 
-    A row's real ones end `lengths` after the old window.
+    A row's real ones end `lengths` after the old window. Of another document than the last one
+    nothing is kept.
     """
     width = state.window.shape[1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     history = torch.cat([state.window.to(dtype), x.to(dtype)], dim=1)
     if lengths is None:
-        return history, ConvState(history[:, history.shape[1] - width :].clone())
-    rows = torch.arange(len(history), device=history.device).unsqueeze(1)
-    places = lengths.unsqueeze(1) + torch.arange(width, device=history.device)
-    return history, ConvState(history[rows, places])
+        window = history[:, history.shape[1] - width :].clone()
+    else:
+        rows = torch.arange(len(history), device=history.device).unsqueeze(1)
+        places = lengths.unsqueeze(1) + torch.arange(width, device=history.device)
+        window = history[rows, places]
+    if documents is not None:
+        window = _where(documents.reach_of_end(width), window)
+    return history, ConvState(window)
+
+
+def _where(keep: Bool[Tensor, "b t"], x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+    return torch.where(keep.unsqueeze(-1), x, 0)

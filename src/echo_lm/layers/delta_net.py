@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from echo_lm.layers.conv import ConvState, ShortConv
+from echo_lm.layers.documents import Documents
 from echo_lm.layers.mamba2 import check_call
 from echo_lm.ops.delta import DeltaState, delta_rule
 from echo_lm.ops.state import TensorState
@@ -70,12 +71,13 @@ class DeltaNet(nn.Module):
         state: DeltaNetState | None = None,
         *,
         lengths: Int[Tensor, " b"] | None = None,
+        documents: Documents | None = None,
         return_state: bool = True,
     ) -> tuple[Float[Tensor, "b t d"], DeltaNetState | None]:
         check_call(x, self.dim, state, DeltaNetState)
         state = self.init_state(x.shape[0]) if state is None else state
         mixed, beta = self.in_proj(x).split([sum(self.widths), self.heads], dim=-1)
-        mixed, conv = self.conv(mixed, state.conv, lengths=lengths)
+        mixed, conv = self.conv(mixed, state.conv, lengths=lengths, documents=documents)
         wide = torch.promote_types(mixed.dtype, torch.float32)
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).to(wide)
@@ -89,6 +91,7 @@ class DeltaNet(nn.Module):
             state=state.delta,
             return_state=True,
             lengths=lengths,
+            starts=None if documents is None else documents.starts,
             chunk_size=self.chunk_size,
         )
         y = self.norm(y.to(self.norm.weight.dtype)).flatten(2)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from echo_lm.layers.conv import ConvState, ShortConv
+from echo_lm.layers.documents import Documents
 from echo_lm.layers.parameters import no_weight_decay
 from echo_lm.ops.checks import require_finite
 from echo_lm.ops.ssd import SSDState, ssd
@@ -93,13 +94,15 @@ class Mamba2(nn.Module):
         state: Mamba2State | None = None,
         *,
         lengths: Int[Tensor, " b"] | None = None,
+        documents: Documents | None = None,
         return_state: bool = True,
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], Mamba2State | None]:
         check_call(x, self.dim, state, Mamba2State)
         state = self.init_state(x.shape[0]) if state is None else state
         z, mixed, dt = self.in_proj(x).split(self.in_widths, dim=-1)
-        mixed, conv = self.conv(mixed, state.conv, lengths=lengths)
-        y, scan = self._scan(mixed, dt, state.ssd, lengths)
+        mixed, conv = self.conv(mixed, state.conv, lengths=lengths, documents=documents)
+        y, scan = self._scan(mixed, dt, state.ssd, lengths, documents, in_place)
         out: Tensor = self.out_proj(self.norm(y.flatten(2), z))
         return out, Mamba2State(conv, scan) if return_state else None
 
@@ -109,11 +112,13 @@ class Mamba2(nn.Module):
         dt: Float[Tensor, "b t h"],
         state: SSDState,
         lengths: Int[Tensor, " b"] | None,
+        documents: Documents | None,
+        in_place: bool,
     ) -> tuple[Float[Tensor, "b t h p"], SSDState]:
         wide = torch.promote_types(dt.dtype, torch.float32)
         keys = self.groups * self.state_dim
         x, B, C = mixed.split([mixed.shape[-1] - 2 * keys, keys, keys], dim=-1)
-        x = x.unflatten(-1, (self.heads, self.head_dim)).to(wide)
+        x = x.unflatten(-1, (self.heads, self.head_dim))
         B, C = (v.unflatten(-1, (self.groups, self.state_dim)) for v in (B, C))
         dt = F.softplus(dt.to(wide) + self.dt_bias)
         y, state = ssd(
@@ -125,9 +130,11 @@ class Mamba2(nn.Module):
             state=state,
             return_state=True,
             lengths=lengths,
+            starts=None if documents is None else documents.starts,
+            in_place=in_place,
             chunk_size=self.chunk_size,
         )
-        return y + self.D.unsqueeze(-1) * x, state
+        return y.to(wide) + self.D.to(wide).unsqueeze(-1) * x, state
 
 
 class GatedRMSNorm(nn.Module):

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from echo_lm.layers.conv import ConvState, ShortConv
+from echo_lm.layers.documents import Documents
 from echo_lm.layers.mamba2 import check_call, init_dt_bias, split_heads
 from echo_lm.layers.parameters import no_weight_decay
 from echo_lm.ops.ssd import SSDState, ssd
@@ -133,15 +134,18 @@ class Mamba3(nn.Module):
         state: Mamba3State | None = None,
         *,
         lengths: Int[Tensor, " b"] | None = None,
+        documents: Documents | None = None,
         return_state: bool = True,
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], Mamba3State | None]:
         check_call(x, self.dim, state, Mamba3State)
         state = self.init_state(x.shape[0]) if state is None else state
         z, value, *choices = self.in_proj(x).split(self.in_widths, dim=-1)
         conv = state.conv
         if self.conv is not None:
-            value, conv = self.conv(value, conv, lengths=lengths)
-        y, scan = self._scan(self._to_ranks(value, self.mimo_x), choices, state.ssd, lengths)
+            value, conv = self.conv(value, conv, lengths=lengths, documents=documents)
+        values = self._to_ranks(value, self.mimo_x).to(value.dtype)
+        y, scan = self._scan(values, choices, state.ssd, lengths, documents, in_place)
         if self.gate:
             y = y * F.silu(self._to_ranks(z, self.mimo_z))
         if self.mimo_o is not None:
@@ -155,9 +159,12 @@ class Mamba3(nn.Module):
         choices: list[Tensor],
         state: SSDState,
         lengths: Int[Tensor, " b"] | None,
+        documents: Documents | None,
+        in_place: bool,
     ) -> tuple[Float[Tensor, "b t h r p"], SSDState]:
         """The recurrence with the skip D x; `choices` is B, C, dt, A, trapezoid, angle."""
-        B, C, dt, rate, trapezoid, angle = (choice.to(x.dtype) for choice in choices)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        B, C, dt, rate, trapezoid, angle = (choice.to(wide) for choice in choices)
         dt = F.softplus(dt + self.dt_bias)
         angle = math.pi * angle.tanh().unsqueeze(2) * dt.unsqueeze(-1)
         y, state = ssd(
@@ -171,9 +178,11 @@ class Mamba3(nn.Module):
             state=state,
             return_state=True,
             lengths=lengths,
+            starts=None if documents is None else documents.starts,
+            in_place=in_place,
             chunk_size=self.chunk_size,
         )
-        return y + self.D[:, None, None] * x, state
+        return y.to(wide) + self.D.to(wide)[:, None, None] * x, state
 
     def _to_ranks(
         self, v: Float[Tensor, "b t d"], mix: Float[Tensor, "h r p"] | None

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from echo_lm.layers.conv import ConvState, ShortConv, remember
+from echo_lm.layers.documents import Documents
 from echo_lm.layers.lift import ClebschGordanLift
 from echo_lm.layers.mamba2 import check_call
 from echo_lm.layers.parameters import no_weight_decay
@@ -207,20 +208,27 @@ class SpectralKoopmanAttention(nn.Module):
         state: LayerState | None = None,
         *,
         lengths: Int[Tensor, " b"] | None = None,
+        documents: Documents | None = None,
         mask: Bool[Tensor, "b t"] | None = None,
         return_state: bool = True,
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], LayerState | None]:
         """Answer every position; `mask` leaves positions out of the memory."""
         check_call(x, self.dim, state, WindowedSKAState if self._windowed else SKAState)
         if state is None and self._windowed:
             state = self.init_state(x.shape[0])
         past = None if state is None else memory_of(state)
-        q, k, v, conv = self.project(x, state, lengths=lengths)
+        q, k, v, conv = self.project(x, state, lengths=lengths, documents=documents)
         pending = None
         if not self.sees_itself:
             assert isinstance(state, WindowedSKAState)
-            k, v, pending = late(k, v, mask, state.pending, lengths)
+            k, v, pending = late(k, v, mask, state.pending, lengths, documents)
             mask = None
+        apart = None if documents is None else documents.apart
+        if apart is not None:
+            q, k, v = (apart.take(z) for z in (q, k, v))
+            mask, lengths = None if mask is None else apart.take(mask), apart.lengths
+            past = None if past is None else apart.enter(past)
         recall = partial(
             ska,
             q,
@@ -235,8 +243,11 @@ class SpectralKoopmanAttention(nn.Module):
             mask=mask,
             lengths=lengths,
             state=past,
+            in_place=in_place,
         )
         y, sums = recall(return_state=True) if return_state else (recall(), None)
+        if apart is not None:
+            y, sums = apart.put_back(y), None if sums is None else apart.leave(sums)
         y = self.out_proj(self.eta.to(y.dtype) * y.flatten(-2))
         if sums is None or not isinstance(state, WindowedSKAState):
             return y, sums
@@ -248,6 +259,7 @@ class SpectralKoopmanAttention(nn.Module):
         state: LayerState | None = None,
         *,
         lengths: Int[Tensor, " b"] | None = None,
+        documents: Documents | None = None,
     ) -> tuple[
         Float[Tensor, "b t h r"],
         Float[Tensor, "b t h r"],
@@ -260,21 +272,29 @@ class SpectralKoopmanAttention(nn.Module):
         if self.conv is not None:
             past = state.conv if isinstance(state, WindowedSKAState) else None
             widths = [part.shape[-1] for part in parts]
-            mixed, window = self.conv(torch.cat(parts, dim=-1), past, lengths=lengths)
+            mixed, window = self.conv(
+                torch.cat(parts, dim=-1), past, lengths=lengths, documents=documents
+            )
             parts = list(mixed.split(widths, dim=-1))
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)
         if self.lift is not None:
-            q, k = self._lifted(q, k, None if state is None else memory_of(state))
+            positions = self._positions(q, None if state is None else memory_of(state), documents)
+            q, k = self._lifted(q, k, positions)
         if self.key_norm:
             q, k = (F.rms_norm(z, z.shape[-1:], eps=NORM_EPS) for z in (q, k))
         return q, k, v, window
 
-    def _lifted(self, q: Tensor, k: Tensor, state: SKAState | None) -> tuple[Tensor, Tensor]:
+    def _positions(
+        self, q: Tensor, state: SKAState | None, documents: Documents | None
+    ) -> Int[Tensor, "b t"]:
+        count = q.new_zeros(len(q), dtype=torch.int64) if state is None else state.count
+        if documents is not None:
+            return documents.positions(count)
+        return count[:, None] + torch.arange(q.shape[1], device=q.device)
+
+    def _lifted(self, q: Tensor, k: Tensor, positions: Int[Tensor, "b t"]) -> tuple[Tensor, Tensor]:
         """Turn keys and queries by their positions, then lift them to rank r."""
         assert self.lift is not None
-        positions = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
-        if state is not None:
-            positions = positions + state.count[:, None]
         dtype = torch.promote_types(q.dtype, torch.float32)
         cos, sin = rotary_tables(positions, q.shape[-1], dtype=dtype)
         return self.lift(rotate(q, cos, sin)), self.lift(rotate(k, cos, sin))
@@ -333,14 +353,18 @@ def late(
     mask: Bool[Tensor, "b t"] | None,
     pending: ConvState,
     lengths: Int[Tensor, " b"] | None,
+    documents: Documents | None = None,
 ) -> tuple[Float[Tensor, "b t h r"], Float[Tensor, "b t h p"], ConvState]:
-    """Key and value of the token before each one, zero where the mask leaves that out."""
+    """Key and value of the token before each one, zero where there is none in its document and
+    where the mask leaves it out."""
     written = torch.cat([k.flatten(2), v.flatten(2)], dim=-1)
     if mask is not None:
         written = torch.where(mask[..., None], written, torch.zeros_like(written))
-    history, pending = remember(pending, written, lengths)
+    history, pending = remember(pending, written, lengths, documents)
     keys = k.shape[2] * k.shape[3]
     before = history[:, :-1].to(k.dtype)
+    if documents is not None:
+        before = before.masked_fill(documents.starts[..., None], 0)
     return before[..., :keys].view_as(k), before[..., keys:].view_as(v), pending
 
 

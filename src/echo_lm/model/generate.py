@@ -10,9 +10,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from echo_lm.model.decoder import Decoder
+
 if TYPE_CHECKING:
     from echo_lm.model.lm import EchoLM
     from echo_lm.model.state import EchoState
+
+
+GRAPH_PAYS_FROM = 8
+"""Recording a CUDA graph takes as long as a step without one: fewer tokens are not worth it."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class GenerationOptions(TypedDict, total=False):
 
 
 class TokenStream(Iterator[Tensor]):
-    """Tokens `[B]` as they are chosen. `state` has read the prompt and all of them but the last.
+    """Tokens `[B]` as they are chosen. They are read by a `Decoder`: on a CUDA device, as a graph.
 
     A row that has met a stop token yields the pad token from then on; the stream ends when all
     rows have, or after as many tokens as were asked for.
@@ -136,30 +142,35 @@ class TokenStream(Iterator[Tensor]):
                 f"{pad_token_id}: a row that has ended reads it until all have."
             )
         device = input_ids.device
-        self.model, self.generator, self.sampling = model, generator, Sampling(**sampling)
+        self.generator, self.sampling = generator, Sampling(**sampling)
         self.left = max_new_tokens
         self.stop = torch.tensor(stop, device=device, dtype=torch.int64)
         self.pad_token_id = (stop[0] if stop else 0) if pad_token_id is None else pad_token_id
         self.finished = torch.zeros(len(input_ids), dtype=torch.bool, device=device)
 
         out = read(model, input_ids, state, attention_mask)
-        self.state: EchoState = out.state
+        self._decoder = Decoder(model, out.state, capture=max_new_tokens >= GRAPH_PAYS_FROM)
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         last = 0 if attention_mask is None else last_places(attention_mask)
         self.logits = out.logits[torch.arange(len(input_ids), device=device), last]
         self.seen = tokens_seen(input_ids, real, model.config.vocab_size)
-        self.unread: Int[Tensor, "b 1"] | None = None
+        self.unread: Int[Tensor, " b"] | None = None
+
+    @property
+    def state(self) -> EchoState:
+        """A copy of the memory: it has read the prompt and all tokens but the last one chosen."""
+        return self._decoder.state
 
     def __next__(self) -> Int[Tensor, " b"]:
-        if self.left == 0 or bool(self.finished.all()):
+        # Without stop tokens nobody finishes, and to ask would be to wait for the device.
+        if self.left == 0 or (len(self.stop) > 0 and bool(self.finished.all())):
             raise StopIteration
         if self.unread is not None:
-            out = read(self.model, self.unread, self.state)
-            self.logits, self.state = out.logits[:, -1], out.state
+            self.logits = self._decoder.read(self.unread)
         chosen = self.sampling.choose(self.logits, self.seen, self.generator)
         chosen = chosen.masked_fill(self.finished, self.pad_token_id)
-        self.unread = chosen.unsqueeze(1)
-        self.seen = self.seen.scatter(1, self.unread, True)
+        self.unread = chosen
+        self.seen = self.seen.scatter(1, chosen.unsqueeze(1), True)
         self.finished = self.finished | torch.isin(chosen, self.stop)
         self.left -= 1
         return chosen

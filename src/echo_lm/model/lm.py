@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -24,6 +24,7 @@ from echo_lm.layers import (
     SpectralKoopmanMLP,
     SwiGLU,
 )
+from echo_lm.layers.documents import Documents
 from echo_lm.model.config import EchoConfig
 from echo_lm.model.generate import GenerationOptions, TokenStream
 from echo_lm.model.loss import IGNORED_LABEL, next_token_loss, next_token_loss_in_pieces
@@ -77,9 +78,16 @@ class Block(nn.Module):
         lengths: Int[Tensor, " b"] | None,
         statistics_mask: Bool[Tensor, "b t"] | None,
         return_state: bool,
+        documents: Documents | None = None,
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], list[TensorState]]:
         run = partial(
-            self._run, lengths=lengths, statistics_mask=statistics_mask, return_state=return_state
+            self._run,
+            lengths=lengths,
+            documents=documents,
+            statistics_mask=statistics_mask,
+            return_state=return_state,
+            in_place=in_place,
         )
         if self.checkpoint is None or not (self.training and torch.is_grad_enabled()):
             return run(x, states)
@@ -91,17 +99,23 @@ class Block(nn.Module):
         states: list[TensorState] | None,
         *,
         lengths: Int[Tensor, " b"] | None,
+        documents: Documents | None,
         statistics_mask: Bool[Tensor, "b t"] | None,
         return_state: bool,
+        in_place: bool,
     ) -> tuple[Float[Tensor, "b t d"], list[TensorState]]:
         new_states = []
         for i, (norm, mixer) in enumerate(zip(self.mixer_norms, self.mixers, strict=True)):
-            recalls = isinstance(mixer, SpectralKoopmanAttention)
-            options = {"mask": statistics_mask} if recalls else {}
+            options: dict[str, Any] = {}
+            if isinstance(mixer, SpectralKoopmanAttention):
+                options["mask"] = statistics_mask
+            if isinstance(mixer, IN_PLACE):
+                options["in_place"] = in_place
             y, state = mixer(
                 norm(x),
                 None if states is None else states[i],
                 lengths=lengths,
+                documents=documents,
                 return_state=return_state,
                 **options,
             )
@@ -149,6 +163,8 @@ class EchoLM(nn.Module):
         attention_mask: Int[Tensor, "b t"] | None = None,
         statistics_mask: Bool[Tensor, "b t"] | None = None,
         logits_to_keep: int | None = None,
+        document_starts: Bool[Tensor, "b t"] | None = None,
+        in_place: bool = False,
     ) -> EchoOutput:
         """Predict the token after each one.
 
@@ -161,8 +177,15 @@ class EchoLM(nn.Module):
             statistics_mask: False leaves a token out of SKA's memory (the paper's action mask).
             logits_to_keep: Give the logits of so many last places only. The loss then takes the
                 logits in pieces, so that those of a long sequence never exist at once.
+            document_starts: True at the first token of a document packed into a row with others
+                (where `position_ids` would begin again at 0). It is read as if nothing stood before
+                it, and what `state` holds is known to the tokens before a row's first one alone.
+                The state returned is of each row's last document. Labels stay as they are: give the
+                first token -100 unless, as a separator does, it also ends the document before it.
+            in_place: `state` may be written over and is worth nothing afterwards: go on with the
+                one that is returned. Takes no gradients. `Decoder` does this with care.
         """
-        self._check(input_ids, labels, attention_mask, statistics_mask)
+        self._check(input_ids, labels, attention_mask, statistics_mask, document_starts)
         if logits_to_keep is not None and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be 0 or more, got {logits_to_keep}.")
         reading = self.read(
@@ -170,7 +193,9 @@ class EchoLM(nn.Module):
             state,
             attention_mask=attention_mask,
             statistics_mask=statistics_mask,
+            document_starts=document_starts,
             return_state=return_state,
+            in_place=in_place,
         )
         logits, loss = self._predict(reading.hidden, labels, attention_mask, logits_to_keep)
         return EchoOutput(logits, loss, reading.state)
@@ -182,8 +207,10 @@ class EchoLM(nn.Module):
         *,
         attention_mask: Int[Tensor, "b t"] | None = None,
         statistics_mask: Bool[Tensor, "b t"] | None = None,
+        document_starts: Bool[Tensor, "b t"] | None = None,
         return_state: bool = True,
         return_stream: bool = False,
+        in_place: bool = False,
     ) -> Reading:
         """Run the blocks on tokens that are embedded already; the rest is as in `forward`."""
         if state is not None:
@@ -195,6 +222,12 @@ class EchoLM(nn.Module):
             lengths, x = rows.lengths, rows.align(x)
             if statistics_mask is not None:
                 statistics_mask = rows.align(statistics_mask)
+            if document_starts is not None:
+                # Of a start at padding, the next real token is the first.
+                number = rows.align(document_starts.cumsum(1))
+                before = F.pad(number[:, :-1], (1, 0))
+                document_starts = number > before
+        documents = None if document_starts is None else Documents.of(document_starts, lengths)
         past = None if state is None else list(state.layers)
         new_states: list[TensorState] = []
         stream: list[Tensor] = []
@@ -209,8 +242,10 @@ class EchoLM(nn.Module):
                 x,
                 here,
                 lengths=lengths,
+                documents=documents,
                 statistics_mask=statistics_mask,
                 return_state=return_state,
+                in_place=in_place,
             )
             new_states += states
         hidden = self.norm(x) if rows is None else rows.restore(self.norm(x))
@@ -218,6 +253,7 @@ class EchoLM(nn.Module):
             return Reading(hidden, None, tuple(stream))
         before = torch.zeros_like(x[:, 0, 0], dtype=torch.int64) if state is None else state.count
         count = before + (x.shape[1] if lengths is None else lengths)
+        count = count if documents is None else documents.count(before)
         return Reading(hidden, EchoState(tuple(new_states), count), tuple(stream))
 
     def _predict(
@@ -297,13 +333,19 @@ class EchoLM(nn.Module):
                 f"input_ids must be integers [B, T] with at least one token, got "
                 f"{input_ids.dtype} {list(input_ids.shape)}."
             )
-        names = ("labels", "attention_mask", "statistics_mask")
+        names = ("labels", "attention_mask", "statistics_mask", "document_starts")
         for name, other in zip(names, (labels, *masks), strict=True):
             if other is not None and other.shape != input_ids.shape:
                 raise ValueError(
                     f"{name} must have the shape of input_ids {list(input_ids.shape)}, got "
                     f"{list(other.shape)}."
                 )
+        starts = masks[-1]
+        if starts is not None and starts.dtype != torch.bool:
+            raise ValueError(
+                f"document_starts must be bool, True at the first token of a document, got "
+                f"{starts.dtype}."
+            )
         self._check_vocabulary("input_ids", input_ids)
         if labels is not None:
             self._check_vocabulary("labels", labels.masked_fill(labels == IGNORED_LABEL, 0))
@@ -320,11 +362,14 @@ class EchoLM(nn.Module):
                 f"{low if low < 0 else high}; is the tokenizer that of this model?"
             )
 
+    @cached_property
+    def _kinds_of_state(self) -> list[str]:
+        return [type(layer).__name__ for layer in self.init_state(1).layers]
+
     def _check_state(self, state: EchoState, batch: int) -> None:
         if not isinstance(state, EchoState):
             raise ValueError(f"state must be an EchoState, got {type(state).__name__}.")
-        wanted = [type(layer).__name__ for layer in self.init_state(1).layers]
-        got = [type(layer).__name__ for layer in state.layers]
+        wanted, got = self._kinds_of_state, [type(layer).__name__ for layer in state.layers]
         if wanted != got:
             raise ValueError(
                 f"The state is of another model: its layers are {', '.join(got)}; this model has "
@@ -346,6 +391,10 @@ LAYERS = (
     SpectralKoopmanMLP,
     SwiGLU,
 )
+
+
+IN_PLACE = (Mamba2, Mamba3, SpectralKoopmanAttention)
+"""Those that can write over their state."""
 
 
 def build_mixer(config: EchoConfig, kind: str) -> nn.Module:

@@ -22,7 +22,7 @@ from echo_lm.ops.state import TensorState
 class EchoState:
     """What a model remembers of each row: a state for every sequence layer, in order.
 
-    Nothing changes in place; each method returns a new state.
+    Each method returns a new state, but for `write_over`.
     """
 
     layers: tuple[TensorState, ...]
@@ -41,6 +41,12 @@ class EchoState:
 
     def to(self, device: torch.device | str) -> EchoState:
         return replace(self.map_layers(lambda layer: layer.to(device)), count=self.count.to(device))
+
+    def write_over(self, new: EchoState) -> None:
+        """Take what `new` holds into the tensors that are here."""
+        for mine, theirs in zip(self.layers, new.layers, strict=True):
+            mine.write_over(theirs)
+        self.count.copy_(new.count)
 
     def reorder(self, rows: Int[Tensor, " n"]) -> EchoState:
         """Pick rows of the batch, as beam search does; a row may be taken many times or not."""

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from echo_lm.ops.state import TensorState
+
 # A plain global, not a context variable: torch.compile can guard on it.
 _debug = os.environ.get("ECHO_LM_DEBUG", "0") == "1"
 
@@ -27,6 +29,22 @@ def debug(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         _debug = before
+
+
+def wants_gradient(*tensors: object, state: TensorState | None) -> bool:
+    """Gradients are recorded, and one of these has some."""
+    if not torch.is_grad_enabled():
+        return False
+    held = state.to_dict().values() if isinstance(state, TensorState) else ()
+    return any(isinstance(x, Tensor) and x.requires_grad for x in (*tensors, *held))
+
+
+def refuse_in_place(in_place: bool, learning: bool) -> None:
+    """What a gradient needs must not be written over."""
+    if in_place and learning:
+        raise ValueError(
+            "in_place=True was given where gradients are recorded; call it under torch.no_grad()."
+        )
 
 
 def require_finite(**tensors: Tensor | None) -> None:

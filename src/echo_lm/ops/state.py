@@ -14,7 +14,7 @@ from torch import Tensor
 @dataclass
 class TensorState:
     """Base of every state: a dataclass of tensors `[B, ...]`, of nested states, and of plain
-    settings. Nothing changes in place; each method returns a new state."""
+    settings. Each method returns a new state, but for `write_over`."""
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Apply `fn` to every tensor, those of nested states included."""
@@ -36,6 +36,22 @@ class TensorState:
 
     def to(self, device: torch.device | str) -> Self:
         return self.map(lambda t: t.to(device))
+
+    def write_over(self, new: Self) -> None:
+        """Take what `new` holds into the tensors that are here."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(new, field.name)
+            if isinstance(mine, TensorState):
+                mine.write_over(theirs)
+            elif not isinstance(mine, Tensor) and not isinstance(theirs, Tensor):
+                setattr(self, field.name, theirs)
+            elif _form(mine) != _form(theirs):
+                raise ValueError(
+                    f"{field.name} of {type(self).__name__} is {_form(theirs)} and cannot be "
+                    f"written over {_form(mine)}."
+                )
+            elif mine is not theirs:
+                mine.copy_(theirs)
 
     def reorder(self, rows: Int[Tensor, " n"]) -> Self:
         """Pick rows of the batch, as beam search does; a row may be taken many times or not."""
@@ -88,6 +104,11 @@ class TensorState:
         if missing:
             raise ValueError(f"{cls.__name__} needs {', '.join(missing)}, not in what was given.")
         return cls(**own)
+
+
+def _form(value: object) -> str:
+    """What must be equal for one tensor to take the place of another."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else "nothing"
 
 
 def _state_type(annotation: Any) -> type[TensorState]:

@@ -35,6 +35,11 @@ class Batch:
     """Tokens that carry what is asked for later: the paper's action mask."""
 
     @property
+    def starts(self) -> Bool[Tensor, "b t"] | None:
+        """First tokens of what shares a row and must not know of each other; None: rows are one."""
+        return None
+
+    @property
     def answers(self) -> Bool[Tensor, "b t"]:
         """Where there is something to predict."""
         return self.labels != IGNORED_LABEL

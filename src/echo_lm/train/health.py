@@ -17,10 +17,12 @@ from echo_lm.results import rounded
 
 
 @torch.inference_mode()
-def ska_health(model: EchoLM, tokens: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+def ska_health(
+    model: EchoLM, tokens: Tensor, mask: Tensor | None = None, starts: Tensor | None = None
+) -> dict[str, Any]:
     """For each SKA layer, by its name, after reading `tokens`: `lambda_min` and `condition` (the
     worst of all rows and heads) of G + ridge I, and of each head the `ridge`, the filter's
-    `coefficients` and, where sums fade, the `decay`."""
+    `coefficients` and, where sums fade, the `decay`. Of packed documents it is a row's last."""
     names = {id(module): name for name, module in model.named_modules()}
     # Parameters before the pass: after it, who shares a model may have put them away.
     layers = {i: Layer.of(names[id(m)], m) for i, m in enumerate(model.mixers()) if _recalls(m)}
@@ -28,7 +30,9 @@ def ska_health(model: EchoLM, tokens: Tensor, mask: Tensor | None = None) -> dic
         return {}
     was_training = model.training
     model.eval()
-    state = model(tokens, return_state=True, statistics_mask=mask, logits_to_keep=0).state
+    state = model(
+        tokens, return_state=True, statistics_mask=mask, logits_to_keep=0, document_starts=starts
+    ).state
     model.train(was_training)
     return {layer.name: layer.health(state.layers[i]) for i, layer in layers.items()}
 

@@ -179,7 +179,11 @@ class Run:
         mask = batch.facts if self.config.facts_only else None
         with autocast(self.device, self.config.precision):
             out = self.compute(
-                batch.tokens, labels=batch.labels, statistics_mask=mask, logits_to_keep=0
+                batch.tokens,
+                labels=batch.labels,
+                statistics_mask=mask,
+                logits_to_keep=0,
+                document_starts=batch.starts,
             )
         return out.loss
 
@@ -247,7 +251,7 @@ class Run:
             autocast(self.device, self.config.precision),
         )
         with whole, narrow:
-            return ska_health(self.model, some.tokens, mask)
+            return ska_health(self.model, some.tokens, mask, some.starts)
 
     def save(self) -> None:
         """Keep a checkpoint."""

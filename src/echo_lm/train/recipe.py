@@ -23,7 +23,7 @@ class TextSettings:
 
     folder: str
     length: int = 2048
-    windows: Literal["running", "apart"] = "running"
+    windows: Literal["running", "packed", "apart"] = "running"
 
     def __post_init__(self) -> None:
         words(self, "folder")

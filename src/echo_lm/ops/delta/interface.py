@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from echo_lm.ops.checks import require_finite
@@ -15,7 +15,7 @@ from echo_lm.ops.delta.naive import delta_naive
 from echo_lm.ops.delta.problem import Problem
 from echo_lm.ops.delta.recurrent import delta_recurrent
 from echo_lm.ops.delta.state import DeltaState
-from echo_lm.ops.ssd.checks import check_lengths
+from echo_lm.ops.ssd.checks import check_lengths, check_starts
 from echo_lm.ops.ssd.interface import without_padding
 
 Backend = Literal["auto", "naive", "chunk", "recurrent"]
@@ -47,6 +47,7 @@ def delta_rule(
     state: DeltaState | None = None,
     return_state: Literal[False] = False,
     lengths: Int[Tensor, " b"] | None = None,
+    starts: Bool[Tensor, "b t"] | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> Float[Tensor, "b t h p"]: ...
@@ -62,6 +63,7 @@ def delta_rule(
     state: DeltaState | None = None,
     return_state: Literal[True],
     lengths: Int[Tensor, " b"] | None = None,
+    starts: Bool[Tensor, "b t"] | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> tuple[Float[Tensor, "b t h p"], DeltaState]: ...
@@ -76,6 +78,7 @@ def delta_rule(
     state: DeltaState | None = None,
     return_state: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
+    starts: Bool[Tensor, "b t"] | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> Float[Tensor, "b t h p"] | tuple[Float[Tensor, "b t h p"], DeltaState]:
@@ -86,11 +89,12 @@ def delta_rule(
     It forgets nothing by itself, and stays bounded as long as beta_t |k_t|^2 is at most 2: give
     keys of length 1 and beta between 0 and 1. `state` is that of an earlier call, which this one
     continues; with `return_state` the answer is `(y, state)`. `lengths` says how many tokens of
-    each right-padded row are real; y is zero behind them. Sums and state are fp32 (fp64 for fp64
-    v).
+    each right-padded row are real; y is zero behind them. `starts` marks tokens before which all is
+    forgotten, as if a row of its own began. Sums and state are fp32 (fp64 for fp64 v).
     """
     check_inputs(q, k, v, beta)
     check_lengths(lengths, v)
+    check_starts(starts, v)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, but a chunk has at least one token.")
     form = choose_form(backend, v.shape[1])
@@ -106,7 +110,7 @@ def delta_rule(
             for name, x in {"q": q, "k": k, "v": v, "beta": beta}.items()
         }
         require_finite(**wide)
-        y, S = form(Problem(**wide, S=state.S.to(dtype), chunk_size=chunk_size))
+        y, S = form(Problem(**wide, S=state.S.to(dtype), chunk_size=chunk_size, starts=starts))
         return (y.to(v.dtype), DeltaState(S)) if return_state else y.to(v.dtype)
 
 

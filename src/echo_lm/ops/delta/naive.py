@@ -16,6 +16,6 @@ def delta_naive(problem: Problem) -> tuple[Float[Tensor, "b t h p"], Float[Tenso
     for t in range(problem.q.shape[1]):
         q, k, v = (x[:, t].unsqueeze(-1) for x in (problem.q, problem.k, problem.v))
         beta = problem.beta[:, t, :, None, None]
-        S = S @ (eye - beta * k @ k.mT) + beta * v @ k.mT
+        S = problem.before(t, S) @ (eye - beta * k @ k.mT) + beta * v @ k.mT
         outputs.append((S @ q).squeeze(-1))
     return torch.stack(outputs, dim=1), S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -21,3 +21,11 @@ class Problem:
     beta: Float[Tensor, "b t h"]
     S: Float[Tensor, "b h p r"]
     chunk_size: int
+    starts: Bool[Tensor, "b t"] | None = None
+    """Tokens before which all is forgotten."""
+
+    def before(self, t: int, S: Float[Tensor, "b h p r"]) -> Float[Tensor, "b h p r"]:
+        """What token t finds of what the token before it left."""
+        if self.starts is None:
+            return S
+        return S.masked_fill(self.starts[:, t, None, None, None], 0)

@@ -14,6 +14,7 @@ def delta_recurrent(problem: Problem) -> tuple[Float[Tensor, "b t h p"], Float[T
     S, outputs = problem.S, []
     for t in range(problem.q.shape[1]):
         q, k, v = (x[:, t].unsqueeze(-1) for x in (problem.q, problem.k, problem.v))
+        S = problem.before(t, S)
         S = S + problem.beta[:, t, :, None, None] * (v - S @ k) @ k.mT
         outputs.append((S @ q).squeeze(-1))
     return torch.stack(outputs, dim=1), S

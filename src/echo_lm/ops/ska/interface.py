@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from echo_lm.ops.backends import SKABackend, choose_ska
-from echo_lm.ops.checks import require_finite
+from echo_lm.ops.backends import SKABackend, SKAForm, choose_ska
+from echo_lm.ops.checks import refuse_in_place, require_finite, wants_gradient
 from echo_lm.ops.ska.chunk import ska_chunk
 from echo_lm.ops.ska.naive import ska_naive
-from echo_lm.ops.ska.packing import pack, unpack
+from echo_lm.ops.ska.packing import Packing
 from echo_lm.ops.ska.problem import Causal, Problem, Relative
 from echo_lm.ops.ska.recurrent import ska_recurrent
 from echo_lm.ops.ska.state import SKAState
@@ -38,6 +38,7 @@ def ska(
     cu_seqlens: Int[Tensor, " n"] | None = ...,
     state: SKAState | None = ...,
     return_state: Literal[False] = ...,
+    in_place: bool = ...,
     backend: SKABackend = ...,
 ) -> Float[Tensor, "b t h p"]: ...
 @overload
@@ -57,6 +58,7 @@ def ska(
     cu_seqlens: Int[Tensor, " n"] | None = ...,
     state: SKAState | None = ...,
     return_state: Literal[True],
+    in_place: bool = ...,
     backend: SKABackend = ...,
 ) -> tuple[Float[Tensor, "b t h p"], SKAState]: ...
 def ska(
@@ -75,6 +77,7 @@ def ska(
     cu_seqlens: Int[Tensor, " n"] | None = None,
     state: SKAState | None = None,
     return_state: bool = False,
+    in_place: bool = False,
     backend: SKABackend = "auto",
 ) -> Float[Tensor, "b t h p"] | tuple[Float[Tensor, "b t h p"], SKAState]:
     """Spectral Koopman Attention: recall by ridge regression from sums of fixed size.
@@ -102,11 +105,14 @@ def ska(
             nothing, answers zero, and takes no place.
         cu_seqlens: Boundaries `[0, ..., t]` of sequences packed into one row (b = 1); the state
             then has a row for each sequence.
-        state: Continue from here. Left as it is; nothing is changed in place.
+        state: Continue from here. Left as it is unless `in_place`.
         return_state: Also return the state after the last token.
+        in_place: `state` may be written over and is worth nothing afterwards: go on with the one
+            that is returned. Saves copying it with every single token; takes no gradients.
         backend: "naive" (a loop, for checking), "chunk" (parallel), "recurrent" (token by token),
-            "triton" (parallel, on a CUDA device), or "auto": recurrent for a single token; for
-            more, triton where it can serve and chunk otherwise.
+            "triton" (on a CUDA device; parallel, and for a single token a step in one kernel), or
+            "auto": on a CUDA device triton where it can serve; elsewhere recurrent for a single
+            token and chunk for more.
 
     Returns:
         The answers in the dtype of `v`, and the state (fp32, or fp64 for fp64 inputs) if asked.
@@ -116,19 +122,30 @@ def ska(
     given = {"ridge": ridge, "decay": decay}
     numbers = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     require_finite(q=q, k=k, v=v, coef=coef, **numbers)
+    learning = wants_gradient(q, k, v, coef, *numbers.values(), state=state)
+    refuse_in_place(in_place, learning)
     chosen = choose_ska(
-        backend, q, v, causal=causal, chunk_size=chunk_size, fading=decay is not None
+        backend,
+        q,
+        v,
+        causal=causal,
+        chunk_size=chunk_size,
+        fading=decay is not None,
+        learning=learning,
     )
     with torch.autocast(q.device.type, enabled=False):
         dtype = torch.promote_types(q.dtype, torch.float32)
         # The kernels widen what they load; all other forms work on tensors that are wide already.
-        q_, k_, v_ = (x if chosen == "triton" else x.to(dtype) for x in (q, k, v))
+        narrow = chosen in ("triton", "step")
+        q_, k_, v_ = (x if narrow else x.to(dtype) for x in (q, k, v))
         if mask is not None:
             _check_mask(mask, q)
             k_, v_ = _zero_where_not(mask, k_), _zero_where_not(mask, v_)
+        packing = None
         if cu_seqlens is not None:
             lengths = _packed_lengths(cu_seqlens, lengths, q)
-            q_, k_, v_ = (unpack(x, lengths) for x in (q_, k_, v_))
+            packing = Packing.of(lengths)
+            q_, k_, v_ = (packing.unpack(x) for x in (q_, k_, v_))
         elif lengths is not None:
             _check_lengths(lengths, q)
             real = torch.arange(q.shape[1], device=q.device) < lengths[:, None]
@@ -146,12 +163,12 @@ def ska(
             lengths=lengths,
             state=_checked_state(state, q_, v_, dtype),
             fresh=state is None,
+            in_place=in_place,
         )
         problem = replace(problem, state=_without_foreign_chunks(problem))
         y, new_state = _run(chosen, problem, return_state)
-        if cu_seqlens is not None:
-            assert lengths is not None
-            y = pack(y, lengths)
+        if packing is not None:
+            y = packing.pack(y)
     y = y.to(v.dtype)
     if not return_state:
         return y
@@ -160,14 +177,18 @@ def ska(
 
 
 def _run(
-    backend: SKABackend, problem: Problem, return_state: bool
+    form: SKAForm, problem: Problem, return_state: bool
 ) -> tuple[Float[Tensor, "b t h p"], SKAState | None]:
-    if backend == "naive":
+    if form == "naive":
         return ska_naive(problem)
-    if backend == "recurrent":
+    if form == "recurrent":
         return ska_recurrent(problem)
-    if backend == "triton":
-        from echo_lm.ops.ska.triton import ska_triton  # only here: importing triton takes a while
+    if form == "step":
+        from echo_lm.ops.ska.step import ska_step  # only here: importing triton takes a while
+
+        return ska_step(problem)
+    if form == "triton":
+        from echo_lm.ops.ska.triton import ska_triton
 
         return ska_triton(problem, return_state)
     return ska_chunk(problem, return_state)

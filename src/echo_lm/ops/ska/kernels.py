@@ -13,31 +13,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def mm(a, b, PRECISION: tl.constexpr, A_EXACT: tl.constexpr = False, B_EXACT: tl.constexpr = False):
-    """a @ b of fp32 tiles. "bf16x3" splits each in two, unless bf16 holds it exactly."""
-    if PRECISION == "bf16x3":
-        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        product = tl.dot(a_high, b_high)
-        if not A_EXACT:
-            product = tl.dot((a - a_high.to(tl.float32)).to(tl.bfloat16), b_high, product)
-        if not B_EXACT:
-            product = tl.dot(a_high, (b - b_high.to(tl.float32)).to(tl.bfloat16), product)
-        return product
-    elif PRECISION == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    else:
-        return tl.dot(a, b, input_precision=PRECISION)
+from echo_lm.ops.products import mm
 
 
 @triton.jit
-def load_slots(x, chunk, head, slot_stride, head_stride, width, S: tl.constexpr, W: tl.constexpr):
-    """The tokens of a chunk as an fp32 tile [S, W]."""
-    slots = chunk.to(tl.int64) * S + tl.arange(0, S)
-    columns = tl.arange(0, W)
+def load_slots(
+    x, chunk, head, slot_stride, head_stride, width, S: tl.constexpr, W: tl.constexpr,
+    AHEAD: tl.constexpr = 0,
+):  # fmt: skip
+    """The tokens of a chunk as an fp32 tile [S, W]; or those AHEAD of them, zero outside of it."""
+    s, columns = tl.arange(0, S), tl.arange(0, W)
+    slots = chunk.to(tl.int64) * S + s + AHEAD
     places = slots[:, None] * slot_stride + head * head_stride + columns[None, :]
-    return tl.load(x + places, mask=columns[None, :] < width, other=0.0).to(tl.float32)
+    known = (s[:, None] < S - AHEAD) & (columns[None, :] < width)
+    return tl.load(x + places, mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -77,6 +66,12 @@ def load_before(
 
 
 @triton.jit
+def start_of(first_row, phase, chunk):
+    """The slot of a chunk's first token: a row may begin inside a chunk."""
+    return tl.where(tl.load(first_row + chunk) >= 0, tl.load(phase + chunk), 0)
+
+
+@triton.jit
 def load_matrix(x, height, width, H: tl.constexpr, W: tl.constexpr):
     """A row-major [height, width] matrix as a tile [H, W]."""
     i, j = tl.arange(0, H), tl.arange(0, W)
@@ -93,8 +88,8 @@ def store_matrix(x, tile, height, width, H: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def sums_kernel(
-    k, v, last_key, first_row, phase, left, sums, k_slot, k_head, v_slot, v_head, r, p,
-    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
+    k, v, last_key, first_row, phase, left, sums, k_slot, k_head, v_slot, v_head,
+    r: tl.constexpr, p: tl.constexpr, S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """G, M and C of each chunk by itself."""
@@ -105,10 +100,10 @@ def sums_kernel(
     )
     V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
     base = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
-    store_matrix(base, mm(tl.trans(K), K, PRECISION, EXACT, EXACT), r, r, R, R)
-    M = mm(tl.trans(K), K_before, PRECISION, EXACT, EXACT if left is None else False)
+    store_matrix(base, mm(K, K, PRECISION, EXACT, EXACT, A_T=True), r, r, R, R)
+    M = mm(K, K_before, PRECISION, EXACT, EXACT if left is None else False, A_T=True)
     store_matrix(base + r * r, M, r, r, R, R)
-    store_matrix(base + 2 * r * r, mm(tl.trans(V), K, PRECISION, EXACT, EXACT), p, r, PW, R)
+    store_matrix(base + 2 * r * r, mm(V, K, PRECISION, EXACT, EXACT, A_T=True), p, r, PW, R)
 
 
 @triton.jit
@@ -213,8 +208,9 @@ def load_rows(x, start, width, below, W: tl.constexpr):
 
 @triton.jit
 def inverse_cholesky_kernel(
-    sums, ridge, ridge_chunk, ridge_head, r, p, R: tl.constexpr, PRECISION: tl.constexpr
-):
+    sums, ridge, ridge_chunk, ridge_head,
+    r: tl.constexpr, p: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """F = L^-1 of the Cholesky factor L of G + ridge I, in the place of each G.
 
     16 rows at a time: with rows g and diagonal block d of G, l = g F' are the rows of L,
@@ -228,24 +224,27 @@ def inverse_cholesky_kernel(
     i, j = tl.arange(0, 16), tl.arange(0, R)
     F = tl.zeros([R, R], tl.float32)
     for start in range(0, r, 16):
-        l = mm(load_rows(gram, start, r, start, R), tl.trans(F), PRECISION)
-        s = load_diagonal_block(gram, lam, start, r, PRECISION) - mm(l, tl.trans(l), PRECISION)
+        l = mm(load_rows(gram, start, r, start, R), F, PRECISION, B_T=True)
+        s = load_diagonal_block(gram, lam, start, r, PRECISION) - mm(l, l, PRECISION, B_T=True)
         unit = tl.where(j[None, :] == start + i[:, None], 1.0, 0.0)
         rows = mm(inverse_factor(s, lam), unit - mm(l, F, PRECISION), PRECISION)
-        F += mm(tl.trans(unit), rows, PRECISION)
+        F += mm(unit, rows, PRECISION, A_T=True)
     tl.debug_barrier()
     store_matrix(gram, F, r, r, R, R)
 
 
 @triton.jit
-def whiten_kernel(sums, r, p, R: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr):
+def whiten_kernel(
+    sums, r: tl.constexpr, p: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """F M F' and C F' in the place of M and C."""
     chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     base = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
     F = load_matrix(base, r, r, R, R)
     A = mm(F, load_matrix(base + r * r, r, r, R, R), PRECISION)
-    A = mm(A, tl.trans(F), PRECISION)
-    C = mm(load_matrix(base + 2 * r * r, p, r, PW, R), tl.trans(F), PRECISION)
+    A = mm(A, F, PRECISION, B_T=True)
+    C = mm(load_matrix(base + 2 * r * r, p, r, PW, R), F, PRECISION, B_T=True)
     tl.debug_barrier()
     store_matrix(base + r * r, A, r, r, R, R)
     store_matrix(base + 2 * r * r, C, p, r, PW, R)
@@ -253,37 +252,52 @@ def whiten_kernel(sums, r, p, R: tl.constexpr, PW: tl.constexpr, PRECISION: tl.c
 
 @triton.jit
 def factor_kernel(
-    k, sums, e, k_slot, k_head, r, p,
-    S: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    k, sums, e, e_rest, k_slot, k_head, e_slot, e_head,
+    r: tl.constexpr, p: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The rows e_s of E, with X_t = I - sum_{s<=t} e_s e_s' in whitened coordinates.
 
+    They lie where tokens do, as bf16 and what that leaves of them, unless fp32 holds them whole.
     Sixteen tokens at a time: E = s K X with s' s = (I + K X K')^-1, then X -= E' E.
     """
     chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     of_chunk = chunk.to(tl.int64) * heads + head
-    F = load_matrix(sums + of_chunk * (2 * r * r + p * r), r, r, R, R)
+    # Transposed in registers: what one warp multiplies does not pass through shared memory.
+    whitener = tl.trans(load_matrix(sums + of_chunk * (2 * r * r + p * r), r, r, R, R))
     i, j = tl.arange(0, 16), tl.arange(0, R)
     X = (tl.arange(0, R)[:, None] == j[None, :]).to(tl.float32)
     for block in range(S // 16):
         slots = chunk.to(tl.int64) * S + block * 16 + i
         places = slots[:, None] * k_slot + head * k_head + j[None, :]
         K = tl.load(k + places, mask=j[None, :] < r, other=0.0).to(tl.float32)
-        K = mm(K, tl.trans(F), PRECISION, EXACT)
+        K = mm(K, whitener, PRECISION, EXACT)
         KX = mm(K, X, PRECISION)
         KXK = mm(KX, tl.trans(K), PRECISION)
         energy = tl.sum(K * K, 1)[:, None]
         raised = KXK + 1.0 + guarded(energy, 1.0, PRECISION)
         own = i[:, None] == i[None, :]
         E = mm(inverse_factor(tl.where(own, raised, KXK), 1.0), KX, PRECISION)
-        store_matrix(e + (of_chunk * S + block * 16) * r, E, 16, r, 16, R)
+        places = slots[:, None] * e_slot + head * e_head + j[None, :]
+        tl.store(e + places, E.to(e.dtype.element_ty), mask=j[None, :] < r)
+        if e_rest is not None:
+            rest = E - E.to(e.dtype.element_ty).to(tl.float32)
+            tl.store(e_rest + places, rest.to(e.dtype.element_ty), mask=j[None, :] < r)
         X -= mm(tl.trans(E), E, PRECISION)
+
+
+@triton.jit
+def load_factor(e, e_rest, chunk, head, e_slot, e_head, r, S: tl.constexpr, R: tl.constexpr):
+    E = load_slots(e, chunk, head, e_slot, e_head, r, S, R)
+    if e_rest is not None:
+        E += load_slots(e_rest, chunk, head, e_slot, e_head, r, S, R)
+    return E
 
 
 @triton.jit
 def apply_inverse(p, E, past, PRECISION: tl.constexpr):
     """p_t -> X_t p_t"""
-    scores = tl.where(past, mm(p, tl.trans(E), PRECISION), 0.0)
+    scores = tl.where(past, mm(p, E, PRECISION, B_T=True), 0.0)
     return p - mm(scores, E, PRECISION)
 
 
@@ -291,169 +305,163 @@ def apply_inverse(p, E, past, PRECISION: tl.constexpr):
 def apply_sum(
     p, initial, left, right, past, PRECISION: tl.constexpr,
     P_EXACT: tl.constexpr = False, LEFT_EXACT: tl.constexpr = False,
-    RIGHT_EXACT: tl.constexpr = False,
+    RIGHT_EXACT: tl.constexpr = False, INITIAL_T: tl.constexpr = False,
 ):  # fmt: skip
     """p_t -> (initial + sum_{s<=t} left_s right_s')' p_t, for rows left and right."""
-    scores = tl.where(past, mm(p, tl.trans(left), PRECISION, P_EXACT, LEFT_EXACT), 0.0)
-    return mm(p, initial, PRECISION, P_EXACT) + mm(scores, right, PRECISION, False, RIGHT_EXACT)
+    scores = tl.where(past, mm(p, left, PRECISION, P_EXACT, LEFT_EXACT, B_T=True), 0.0)
+    product = mm(p, initial, PRECISION, P_EXACT, B_T=INITIAL_T)
+    return product + mm(scores, right, PRECISION, False, RIGHT_EXACT)
 
 
 @triton.jit
 def exact_forward_kernel(
-    q, k, v, last_key, first_row, phase, left, sums, e, coef, y,
-    q_slot, q_head, k_slot, k_head, v_slot, v_head, y_slot, y_head, r, p,
-    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    q, k, v, last_key, first_row, phase, left, sums, e, e_rest, coef, y,
+    q_slot, q_head, k_slot, k_head, v_slot, v_head, e_slot, e_head, y_slot, y_head,
+    r: tl.constexpr, p: tl.constexpr, S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
+    ORDER: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """y_t = C_t sum_j c_j u_{j,t},  u_0 = X_t q_t,  u_j = X_t M_t u_{j-1}"""
     chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     of_chunk = chunk.to(tl.int64) * heads + head
     base = sums + of_chunk * (2 * r * r + p * r)
     past = tl.arange(0, S)[:, None] >= tl.arange(0, S)[None, :]
-    whitener = tl.trans(load_matrix(base, r, r, R, R))
-    E = load_matrix(e + of_chunk * S * r, S, r, S, R)
+    F = load_matrix(base, r, r, R, R)
+    E = load_factor(e, e_rest, chunk, head, e_slot, e_head, r, S, R)
     Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
-    u = apply_inverse(mm(Q, whitener, PRECISION, EXACT), E, past, PRECISION)
+    u = apply_inverse(mm(Q, F, PRECISION, EXACT, B_T=True), E, past, PRECISION)
     K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
-    K = mm(K, whitener, PRECISION, EXACT)
+    K = mm(K, F, PRECISION, EXACT, B_T=True)
     mixed = tl.load(coef + head * (ORDER + 1)) * u
     if ORDER > 0:
         M = load_matrix(base + r * r, r, r, R, R)
         K_before = load_before(
             k, last_key, first_row, phase, left, chunk, head, heads, k_slot, k_head, r, S, R
         )
-        K_before = mm(K_before, whitener, PRECISION, EXACT if left is None else False)
+        K_before = mm(K_before, F, PRECISION, EXACT if left is None else False, B_T=True)
         for j in tl.static_range(1, ORDER + 1):
-            u = apply_sum(u, tl.trans(M), K_before, K, past, PRECISION)
+            u = apply_sum(u, M, K_before, K, past, PRECISION, INITIAL_T=True)
             u = apply_inverse(u, E, past, PRECISION)
             mixed += tl.load(coef + head * (ORDER + 1) + j) * u
     C = load_matrix(base + 2 * r * r, p, r, PW, R)
     V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
-    answer = apply_sum(mixed, tl.trans(C), K, V, past, PRECISION, RIGHT_EXACT=EXACT)
+    answer = apply_sum(mixed, C, K, V, past, PRECISION, RIGHT_EXACT=EXACT, INITIAL_T=True)
     store_slots(y, answer, chunk, head, y_slot, y_head, p, S, PW)
 
 
 @triton.jit
-def exact_chain_kernel(
-    q, k, v, last_key, first_row, phase, left, sums, e, coef, dy, us, zs, dq, dcoef,
-    q_slot, q_head, k_slot, k_head, v_slot, v_head, dy_slot, dy_head, key_slot, key_head,
-    r, p, head_start, heads,
-    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+def exact_backward_kernel(
+    q, k, v, last_key, first_row, phase, left, sums, e, e_rest, coef, dy, chains,
+    dq, dk, dv, seams, dcoef, dridge, q_slot, q_head, k_slot, k_head, v_slot, v_head,
+    dy_slot, dy_head, key_slot, key_head, value_slot, value_head, chunks, heads,
+    r: tl.constexpr, p: tl.constexpr, S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
+    ORDER: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The chains u_j and z_j = X_t dL/du_j, from which all gradients are made; z_0 is dq."""
-    chunk, head = tl.program_id(0), head_start + tl.program_id(1)
-    of_chunk = chunk.to(tl.int64) * heads + head
-    base = sums + of_chunk * (2 * r * r + p * r)
-    of_group = chunk.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    of_chain = of_group * (ORDER + 1) * S * r
-    past = tl.arange(0, S)[:, None] >= tl.arange(0, S)[None, :]
-    F = load_matrix(base, r, r, R, R)
-    M = load_matrix(base + r * r, r, r, R, R)
-    E = load_matrix(e + of_chunk * S * r, S, r, S, R)
-    K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
-    K = mm(K, tl.trans(F), PRECISION, EXACT)
-    K_before = load_before(
-        k, last_key, first_row, phase, left, chunk, head, heads, k_slot, k_head, r, S, R
-    )
-    K_before = mm(K_before, tl.trans(F), PRECISION, EXACT if left is None else False)
-    C = load_matrix(base + 2 * r * r, p, r, PW, R)
-    V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
-    dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
-    dmixed = apply_sum(dY, C, V, K, past, PRECISION, P_EXACT=EXACT, LEFT_EXACT=EXACT)
+    """Gradients inside each chunk, and those of its initial sums in the place of these.
 
-    Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
-    u = mm(Q, tl.trans(F), PRECISION, EXACT)
-    for j in tl.static_range(ORDER + 1):
-        if j > 0:
-            u = apply_sum(u, tl.trans(M), K_before, K, past, PRECISION)
-        u = apply_inverse(u, E, past, PRECISION)
-        store_matrix(us + of_chain + j * S * r, u, S, r, S, R)
-        tl.store(dcoef + of_chunk * (ORDER + 1) + j, tl.sum(dmixed * u))
-
-    z = tl.zeros([S, R], tl.float32)
-    for j in tl.static_range(ORDER, -1, -1):
-        g = tl.load(coef + head * (ORDER + 1) + j) * dmixed
-        if j < ORDER:
-            g += apply_sum(z, M, K, K_before, past, PRECISION)
-        z = apply_inverse(g, E, past, PRECISION)
-        store_matrix(zs + of_chain + j * S * r, z, S, r, S, R)
-    store_slots(dq, mm(z, F, PRECISION), chunk, head, key_slot, key_head, r, S, R)
-
-
-@triton.jit
-def exact_gradient_kernel(
-    k, v, last_key, first_row, phase, left, sums, coef, dy, us, zs, dk, dk_before, dv, dridge,
-    k_slot, k_head, v_slot, v_head, dy_slot, dy_head, key_slot, key_head, value_slot, value_head,
-    r, p, head_start, heads,
-    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
-    PRECISION: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Gradients inside a chunk, and those of its initial sums in the place of these.
-
-    dL/dG_t = -sum_j z_j u_j' and dL/dM_t = sum_j z_j u_{j-1}', handed to every token s <= t.
+    The chains u_j and z_j = X_t dL/du_j first, of which all else is made: dq = z_0,
+    dL/dG_t = -sum_j z_j u_j' and dL/dM_t = sum_j z_j u_{j-1}', handed to every token s <= t. A
+    program goes from chunk to chunk, and keeps the chains of one of them at a time. dq and dk may
+    take the place of E. What is loaded twice would not fit registers in between.
     Scores may cancel and take the better PRECISION; what is summed up of them takes LOCAL.
     """
-    chunk, head = tl.program_id(0), head_start + tl.program_id(1)
-    of_chunk = chunk.to(tl.int64) * heads + head
-    base = sums + of_chunk * (2 * r * r + p * r)
-    of_group = chunk.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    of_chain = of_group * (ORDER + 1) * S * r
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    us = chains + program * ((2 * ORDER + 3) * S * r)
+    zs = us + (ORDER + 1) * S * r
     past = tl.arange(0, S)[:, None] >= tl.arange(0, S)[None, :]
-    F = load_matrix(base, r, r, R, R)
-    K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
-    K = mm(K, tl.trans(F), PRECISION, EXACT)
-    K_before = load_before(
-        k, last_key, first_row, phase, left, chunk, head, heads, k_slot, k_head, r, S, R
-    )
-    K_before = mm(K_before, tl.trans(F), PRECISION, EXACT if left is None else False)
-    dK = tl.zeros([S, R], tl.float32)
-    dK_before = tl.zeros([S, R], tl.float32)
-    dG = tl.zeros([R, R], tl.float32)
-    dM = tl.zeros([R, R], tl.float32)
-    mixed = tl.zeros([S, R], tl.float32)
-    earlier = tl.zeros([S, R], tl.float32)
-    for j in tl.static_range(ORDER + 1):
-        u = load_matrix(us + of_chain + j * S * r, S, r, S, R)
-        z = load_matrix(zs + of_chain + j * S * r, S, r, S, R)
-        mixed += tl.load(coef + head * (ORDER + 1) + j) * u
-        met = tl.where(past, mm(z, tl.trans(K), PRECISION), 0.0)
-        seen = -tl.where(past, mm(u, tl.trans(K), PRECISION), 0.0)
-        dK -= mm(tl.trans(met), u, LOCAL)
-        dG -= mm(tl.trans(z), u, LOCAL)
-        if j > 0:
-            seen += tl.where(past, mm(earlier, tl.trans(K_before), PRECISION), 0.0)
-            dK_before += mm(tl.trans(met), earlier, LOCAL)
-            dM += mm(tl.trans(z), earlier, LOCAL)
-        dK += mm(tl.trans(seen), z, LOCAL)
-        earlier = u
-    dK_before = mm(dK_before, F, PRECISION)
-    store_slots(dk_before, dK_before, chunk, head, key_slot, key_head, r, S, R)
+    for turn in range(0, tl.cdiv(chunks * heads - tl.program_id(0), programs)):
+        of_chunk = program + turn * programs
+        chunk, head = of_chunk // heads, of_chunk % heads
+        base = sums + of_chunk * (2 * r * r + p * r)
+        F = load_matrix(base, r, r, R, R)
+        K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
+        K = mm(K, F, PRECISION, EXACT, B_T=True)
+        K_before = load_before(
+            k, last_key, first_row, phase, left, chunk, head, heads, k_slot, k_head, r, S, R
+        )
+        K_before = mm(K_before, F, PRECISION, EXACT if left is None else False, B_T=True)
+        E = load_factor(e, e_rest, chunk, head, key_slot, key_head, r, S, R)
 
-    V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
-    dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
-    answers = tl.where(past, mm(dY, tl.trans(V), PRECISION, EXACT, EXACT), 0.0)
-    dK += mm(tl.trans(answers), mixed, LOCAL)
-    store_slots(dk, mm(dK, F, PRECISION), chunk, head, key_slot, key_head, r, S, R)
-    recalled = tl.where(past, mm(mixed, tl.trans(K), PRECISION), 0.0)
-    dV = mm(tl.trans(recalled), dY, LOCAL, False, EXACT)
-    store_slots(dv, dV, chunk, head, value_slot, value_head, p, S, PW)
-    dC = mm(tl.trans(dY), mixed, LOCAL, EXACT)
-    dlam = store_sum_gradients(base, F, dG, dM, dC, r, p, R, PW, PRECISION)
-    tl.store(dridge + of_chunk, dlam)
+        C = load_matrix(base + 2 * r * r, p, r, PW, R)
+        V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
+        dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
+        dmixed = apply_sum(dY, C, V, K, past, PRECISION, P_EXACT=EXACT, LEFT_EXACT=EXACT)
+        M = load_matrix(base + r * r, r, r, R, R)
+        u = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
+        u = mm(u, F, PRECISION, EXACT, B_T=True)
+        for j in tl.static_range(ORDER + 1):
+            if j > 0:
+                u = apply_sum(u, M, K_before, K, past, PRECISION, INITIAL_T=True)
+            u = apply_inverse(u, E, past, PRECISION)
+            store_matrix(us + j * S * r, u, S, r, S, R)
+            tl.store(dcoef + of_chunk * (ORDER + 1) + j, tl.sum(dmixed * u))
+        z = tl.zeros([S, R], tl.float32)
+        for j in tl.static_range(ORDER, -1, -1):
+            g = tl.load(coef + head * (ORDER + 1) + j) * dmixed
+            if j < ORDER:
+                g += apply_sum(z, M, K, K_before, past, PRECISION)
+            z = apply_inverse(g, E, past, PRECISION)
+            store_matrix(zs + j * S * r, z, S, r, S, R)
+        tl.debug_barrier()
+        dQ = mm(z, load_matrix(base, r, r, R, R), PRECISION)
+        store_slots(dq, dQ, chunk, head, key_slot, key_head, r, S, R)
+
+        undone = tl.zeros([S, R], tl.float32)
+        dK_before = tl.zeros([S, R], tl.float32)
+        for j in tl.static_range(ORDER + 1):
+            u = load_matrix(us + j * S * r, S, r, S, R)
+            z = load_matrix(zs + j * S * r, S, r, S, R)
+            met = tl.where(past, mm(z, K, PRECISION, B_T=True), 0.0)
+            seen = tl.where(past, mm(u, K, PRECISION, B_T=True), 0.0)
+            undone += mm(met, u, LOCAL, A_T=True)
+            if j > 0:
+                earlier = load_matrix(us + (j - 1) * S * r, S, r, S, R)
+                seen -= tl.where(past, mm(earlier, K_before, PRECISION, B_T=True), 0.0)
+                dK_before += mm(met, earlier, LOCAL, A_T=True)
+            undone += mm(seen, z, LOCAL, A_T=True)
+
+        mixed = tl.load(coef + head * (ORDER + 1)) * load_matrix(us, S, r, S, R)
+        for j in tl.static_range(1, ORDER + 1):
+            c = tl.load(coef + head * (ORDER + 1) + j)
+            mixed += c * load_matrix(us + j * S * r, S, r, S, R)
+        V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
+        dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
+        answers = tl.where(past, mm(dY, V, PRECISION, EXACT, EXACT, B_T=True), 0.0)
+        dK = mm(answers, mixed, LOCAL, A_T=True) - undone
+        recalled = tl.where(past, mm(mixed, K, PRECISION, B_T=True), 0.0)
+        dV = mm(recalled, dY, LOCAL, False, EXACT, A_T=True)
+        store_slots(dv, dV, chunk, head, value_slot, value_head, p, S, PW)
+        F = load_matrix(base, r, r, R, R)
+        dC = mm(mm(dY, mixed, LOCAL, EXACT, A_T=True), F, PRECISION)
+        store_matrix(base + 2 * r * r, dC, p, r, PW, R)
+
+        # What a predecessor receives is shifted to its own slot, that of the first to the seam.
+        shifted = zs + (ORDER + 1) * S * r
+        store_matrix(shifted, dK_before, S, r, S, R)
+        tl.debug_barrier()
+        dK += load_matrix(shifted + r, S - 1, r, S, R)
+        store_slots(dk, mm(dK, F, PRECISION), chunk, head, key_slot, key_head, r, S, R)
+        seam = load_matrix(shifted + start_of(first_row, phase, chunk) * r, r, 1, R, 1)
+        store_matrix(seams + of_chunk * r, tl.sum(seam * F, 0)[None, :], 1, r, 1, R)
+
+        dG = tl.zeros([R, R], tl.float32)
+        dM = tl.zeros([R, R], tl.float32)
+        for j in tl.static_range(ORDER + 1):
+            z = load_matrix(zs + j * S * r, S, r, S, R)
+            dG += mm(z, load_matrix(us + j * S * r, S, r, S, R), LOCAL, A_T=True)
+            if j > 0:
+                dM += mm(z, load_matrix(us + (j - 1) * S * r, S, r, S, R), LOCAL, A_T=True)
+        dlam = store_sum_gradients(base, F, -dG, dM, r, R, PRECISION)
+        tl.store(dridge + of_chunk, dlam)
 
 
 @triton.jit
-def store_sum_gradients(
-    base, F, dG, dM, dC, r, p, R: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Out of whitened coordinates, in the place of the sums; returns the ridge's gradient."""
+def store_sum_gradients(base, F, dG, dM, r, R: tl.constexpr, PRECISION: tl.constexpr):
+    """Of G and M, out of whitened coordinates, in their place; returns the ridge's gradient."""
     dGF = mm(dG, F, PRECISION)
     dMF = mm(dM, F, PRECISION)
     tl.debug_barrier()
-    store_matrix(base, mm(tl.trans(F), dGF, PRECISION), r, r, R, R)
-    store_matrix(base + r * r, mm(tl.trans(F), dMF, PRECISION), r, r, R, R)
-    store_matrix(base + 2 * r * r, mm(dC, F, PRECISION), p, r, PW, R)
+    store_matrix(base, mm(F, dGF, PRECISION, A_T=True), r, r, R, R)
+    store_matrix(base + r * r, mm(F, dMF, PRECISION, A_T=True), r, r, R, R)
     return tl.sum(F * dGF)
 
 
@@ -478,9 +486,9 @@ def mix_terms(
 @triton.jit
 def chunk_forward_kernel(
     q, sums, coef, first_row, phase, last_row, readout_begun, readout, y,
-    q_slot, q_head, y_slot, y_head, r, p,
-    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    q_slot, q_head, y_slot, y_head,
+    r: tl.constexpr, p: tl.constexpr, S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
+    ORDER: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """y = Q W' with W from the sums before the chunk, or the one a half-read chunk began with."""
     chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -495,16 +503,16 @@ def chunk_forward_kernel(
     if row_ended >= 0:
         store_matrix(readout + (row_ended * heads + head) * p * r, W, p, r, PW, R)
     Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
-    answer = mm(Q, tl.trans(W), PRECISION, EXACT)
+    answer = mm(Q, W, PRECISION, EXACT, B_T=True)
     store_slots(y, answer, chunk, head, y_slot, y_head, p, S, PW)
 
 
 @triton.jit
 def chunk_backward_kernel(
     q, sums, coef, first_row, phase, last_row, readout_begun, dy, dreadout,
-    dq, dbegun, dcoef, dridge, q_slot, q_head, dy_slot, dy_head, key_slot, key_head, r, p,
-    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr, ORDER: tl.constexpr,
-    PRECISION: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
+    dq, dbegun, dcoef, dridge, q_slot, q_head, dy_slot, dy_head, key_slot, key_head,
+    r: tl.constexpr, p: tl.constexpr, S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
+    ORDER: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dq, and the gradients of a chunk's initial sums in the place of these.
 
@@ -512,72 +520,79 @@ def chunk_backward_kernel(
     """
     chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     of_chunk = chunk.to(tl.int64) * heads + head
-    base = sums + of_chunk * (2 * r * r + p * r)
+    base, coefs = sums + of_chunk * (2 * r * r + p * r), coef + head * (ORDER + 1)
     row_begun = tl.where(tl.load(phase + chunk) > 0, tl.load(first_row + chunk), -1).to(tl.int64)
     row_ended = tl.load(last_row + chunk).to(tl.int64)
-    Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
-    dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
-    dW = mm(tl.trans(dY), Q, PRECISION, EXACT, EXACT)
-    if row_ended >= 0:
-        dW += load_matrix(dreadout + (row_ended * heads + head) * p * r, p, r, PW, R)
-    F = load_matrix(base, r, r, R, R)
-    dG = tl.zeros([R, R], tl.float32)
-    dM = tl.zeros([R, R], tl.float32)
-    dT = tl.zeros([PW, R], tl.float32)
+    terms, mixed = mix_terms(base, coefs, r, p, R, PW, ORDER, PRECISION)
     if row_begun >= 0:
         W = load_matrix(readout_begun + (row_begun * heads + head) * p * r, p, r, PW, R)
-        store_matrix(dbegun + (row_begun * heads + head) * p * r, dW, p, r, PW, R)
-        for j in tl.static_range(ORDER + 1):
-            tl.store(dcoef + of_chunk * (ORDER + 1) + j, 0.0)
     else:
-        terms, mixed = mix_terms(base, coef + head * (ORDER + 1), r, p, R, PW, ORDER, PRECISION)
-        W = mm(mixed, F, PRECISION)
-        dmixed = mm(dW, tl.trans(F), PRECISION)
-        for j in tl.static_range(ORDER, -1, -1):
-            tl.store(dcoef + of_chunk * (ORDER + 1) + j, tl.sum(dmixed * terms[j]))
-            onward = tl.load(coef + head * (ORDER + 1) + j) * dmixed
-            if j < ORDER:
-                A = load_matrix(base + r * r, r, r, R, R)
-                onward += mm(dT, tl.trans(A), PRECISION)
-            dT = onward
-            dG -= mm(tl.trans(terms[j]), dT, LOCAL)
-            if j > 0:
-                dM += mm(tl.trans(terms[j - 1]), dT, LOCAL)
+        W = mm(mixed, load_matrix(base, r, r, R, R), PRECISION)
+    dY = load_slots(dy, chunk, head, dy_slot, dy_head, p, S, PW)
     store_slots(dq, mm(dY, W, LOCAL, EXACT), chunk, head, key_slot, key_head, r, S, R)
-    dlam = store_sum_gradients(base, F, dG, dM, dT, r, p, R, PW, PRECISION)
+    Q = load_slots(q, chunk, head, q_slot, q_head, r, S, R)
+    dW = mm(dY, Q, PRECISION, EXACT, EXACT, A_T=True)
+    if row_ended >= 0:
+        dW += load_matrix(dreadout + (row_ended * heads + head) * p * r, p, r, PW, R)
+    if row_begun >= 0:
+        store_matrix(dbegun + (row_begun * heads + head) * p * r, dW, p, r, PW, R)
+    # The sums have no part in a W that an earlier call has made.
+    dmixed = mm(dW, load_matrix(base, r, r, R, R), PRECISION, B_T=True)
+    dmixed = tl.where(row_begun >= 0, 0.0, dmixed)
+    for j in tl.static_range(ORDER + 1):
+        tl.store(dcoef + of_chunk * (ORDER + 1) + j, tl.sum(dmixed * terms[j]))
+    dG = tl.zeros([R, R], tl.float32)
+    dM = tl.zeros([R, R], tl.float32)
+    dT = tl.load(coefs + ORDER) * dmixed
+    for j in tl.static_range(ORDER, -1, -1):
+        dG += mm(terms[j], dT, LOCAL, A_T=True)
+        if j > 0:
+            dM += mm(terms[j - 1], dT, LOCAL, A_T=True)
+            A = load_matrix(base + r * r, r, r, R, R)
+            dT = tl.load(coefs + j - 1) * dmixed + mm(dT, A, PRECISION, B_T=True)
+    F = load_matrix(base, r, r, R, R)
+    dC = mm(dT, F, PRECISION)
+    dlam = store_sum_gradients(base, F, -dG, dM, r, R, PRECISION)
+    store_matrix(base + 2 * r * r, dC, p, r, PW, R)
     tl.store(dridge + of_chunk, dlam)
 
 
 @triton.jit
 def spread_kernel(
-    k, v, last_key, first_row, phase, left, sums, dk, dk_before, dv,
-    k_slot, k_head, v_slot, v_head, key_slot, key_head, value_slot, value_head, r, p,
-    S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
+    k, v, last_key, first_row, phase, left, sums, dk, dv, seams,
+    k_slot, k_head, v_slot, v_head, key_slot, key_head, value_slot, value_head,
+    r: tl.constexpr, p: tl.constexpr, S: tl.constexpr, R: tl.constexpr, PW: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Hand the gradients of all later sums to the tokens that entered them.
 
-    dk = (dG + dG') k + dM k_before + dC' v,  dk_before = dM' k,  dv = dC k.
+    dk = (dG + dG') k + dM k_before + dM' k_after + dC' v,  dv = dC k. The key after a chunk's last
+    one is in the sums of the next chunk: what it hands to its predecessor goes to the seam.
     """
     chunk, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    base = sums + (chunk.to(tl.int64) * heads + head) * (2 * r * r + p * r)
+    of_chunk = chunk.to(tl.int64) * heads + head
+    base = sums + of_chunk * (2 * r * r + p * r)
     K = load_slots(k, chunk, head, k_slot, k_head, r, S, R)
     K_before = load_before(
         k, last_key, first_row, phase, left, chunk, head, heads, k_slot, k_head, r, S, R
     )
+    K_after = load_slots(k, chunk, head, k_slot, k_head, r, S, R, AHEAD=1)
     V = load_slots(v, chunk, head, v_slot, v_head, p, S, PW)
     dG = load_matrix(base, r, r, R, R)
     dM = load_matrix(base + r * r, r, r, R, R)
     dC = load_matrix(base + 2 * r * r, p, r, PW, R)
     dK = mm(K, dG + tl.trans(dG), PRECISION, EXACT)
-    dK += mm(K_before, tl.trans(dM), PRECISION, EXACT if left is None else False)
+    dK += mm(K_before, dM, PRECISION, EXACT if left is None else False, B_T=True)
+    dK += mm(K_after, dM, PRECISION, EXACT)
     dK += mm(V, dC, PRECISION, EXACT)
-    dK_before = mm(K, dM, PRECISION, EXACT)
-    dV = mm(K, tl.trans(dC), PRECISION, EXACT)
+    dV = mm(K, dC, PRECISION, EXACT, B_T=True)
+    start = chunk.to(tl.int64) * S + start_of(first_row, phase, chunk)
+    first = load_matrix(k + start * k_slot + head * k_head, r, 1, R, 1).to(tl.float32)
+    seam = tl.sum(first * dM, 0)[None, :]
     if ADD:
         dK += load_slots(dk, chunk, head, key_slot, key_head, r, S, R)
-        dK_before += load_slots(dk_before, chunk, head, key_slot, key_head, r, S, R)
         dV += load_slots(dv, chunk, head, value_slot, value_head, p, S, PW)
+        seam += load_matrix(seams + of_chunk * r, 1, r, 1, R)
     store_slots(dk, dK, chunk, head, key_slot, key_head, r, S, R)
-    store_slots(dk_before, dK_before, chunk, head, key_slot, key_head, r, S, R)
     store_slots(dv, dV, chunk, head, value_slot, value_head, p, S, PW)
+    store_matrix(seams + of_chunk * r, seam, 1, r, 1, R)

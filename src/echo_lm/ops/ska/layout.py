@@ -77,6 +77,8 @@ class ChunkLayout:
         rows, tail = len(self.lengths), slots.shape[2:]
         if self.regular:
             per_row = slots.reshape(rows, -1, *tail)
+            if per_row.shape[1] == self.padded_to:  # the gradient of a slice would be a copy
+                return per_row
             return per_row.narrow(1, self.phases[0], self.padded_to)
         of_token, slot_of_token = self._places()
         tokens = slots.new_zeros(rows * self.padded_to, *tail)

@@ -38,6 +38,8 @@ class Problem:
     state: SKAState
     fresh: bool
     """No state was given: every row starts from nothing."""
+    in_place: bool = False
+    """The tensors of `state` may be written over."""
 
     def ridge_at(
         self, gram: Float[Tensor, "*batch h r r"], key_energy: Float[Tensor, "*batch h"]

@@ -76,9 +76,14 @@ class SKAState(TensorState):
         return 4 * heads * (sums + derived) + 8
 
     def read(
-        self, k: Float[Tensor, "b h r"], v: Float[Tensor, "b h p"], active: Bool[Tensor, " b"]
+        self,
+        k: Float[Tensor, "b h r"],
+        v: Float[Tensor, "b h p"],
+        active: Bool[Tensor, " b"],
+        *,
+        in_place: bool = False,
     ) -> SKAState:
-        """Add one token to the sums of the rows that have one.
+        """Add one token to the sums of the rows that have one; G, M and C may be written over.
 
         G += k_t k_t',  M += k_t k_{t-1}',  C += v_t k_t'.
         """
@@ -87,9 +92,9 @@ class SKAState(TensorState):
         k = torch.where(here, k, torch.zeros_like(k))
         return replace(
             self,
-            gram=self.gram + outer(k, k),
-            lag=self.lag + outer(k, self.last_key),
-            value=self.value + outer(v, k),
+            gram=add_outer(self.gram, k, k, in_place=in_place),
+            lag=add_outer(self.lag, k, self.last_key, in_place=in_place),
+            value=add_outer(self.value, v, k, in_place=in_place),
             first_key=torch.where(first, k, self.first_key),
             last_key=torch.where(here, k, self.last_key),
             key_energy=self.key_energy.maximum(k.square().sum(-1)),
@@ -177,3 +182,15 @@ def outer(
     a: Float[Tensor, "*batch m"], b: Float[Tensor, "*batch n"]
 ) -> Float[Tensor, "*batch m n"]:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
+
+
+def add_outer(
+    matrix: Float[Tensor, "*batch m n"],
+    a: Float[Tensor, "*batch m"],
+    b: Float[Tensor, "*batch n"],
+    *,
+    in_place: bool = False,
+) -> Float[Tensor, "*batch m n"]:
+    """matrix + a b'"""
+    out = matrix if in_place else None
+    return torch.addcmul(matrix, a.unsqueeze(-1), b.unsqueeze(-2), out=out)

@@ -1,7 +1,8 @@
 """SKA on a GPU: exact and chunk mode as Triton kernels, with an analytic backward.
 
-The forward keeps the sums and factors of each chunk, about 50 KB a head at r = 48, P = 64; what it
-passed through on the way to the answers, the backward computes anew.
+The forward keeps the sums and factors of each chunk, 42 KB a head at r = 48, P = 64 (30 in chunk
+mode); what it passed through on the way to the answers, the backward computes anew. It writes the
+gradients of the sums over the sums, and dq and dk over the factors.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import triton
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from echo_lm.ops.backends import kernels_interpreted
 from echo_lm.ops.ska import kernels
 from echo_lm.ops.ska.chunk import begun_readout, ends, lay_out, with_derived
 from echo_lm.ops.ska.layout import ChunkLayout, periods_begin, running_max, running_sum
@@ -25,16 +27,17 @@ from echo_lm.ops.ska.problem import Problem
 from echo_lm.ops.ska.state import SKAState
 
 SCAN_BLOCK, SCAN_AHEAD = 256, 16
-HEAD_GROUPS = 2
-"""The exact backward takes so many turns, to hold the chains of a part of the heads at a time."""
+PROGRAMS = 2
+"""Of the exact backward on a multiprocessor: what its registers allow."""
+MULTIPROCESSORS = 132
+"""Of an H200, where there is none to ask."""
 WARPS = {
     "sums": 4,
     "inverse_cholesky": 2,
     "whiten": 4,
     "factor": 1,
     "exact_forward": 4,
-    "exact_chain": 4,
-    "exact_gradient": 4,
+    "exact_backward": 4,
     "chunk_forward": 4,
     "chunk_backward": 4,
     "spread": 4,
@@ -44,7 +47,7 @@ WARPS = {
 
 @dataclass(frozen=True)
 class Precision:
-    """How matrix products are split: see `kernels.mm`."""
+    """How matrix products are split: see `products.mm`."""
 
     inverse: str
     """What whitens the sums, whose error grows with the length of the text."""
@@ -147,7 +150,7 @@ class Launch:
             width=v.shape[3],
             order=problem.coef.shape[1] - 1,
             exact_inputs=q.dtype == torch.bfloat16,
-            precision=INTERPRETED if q.device.type == "cpu" else PRECISION[q.dtype],
+            precision=INTERPRETED if kernels_interpreted() else PRECISION[q.dtype],
         )
 
     @property
@@ -248,16 +251,20 @@ class Launch:
     def scan_blocks(self) -> int:
         return triton.cdiv(self.floats, SCAN_BLOCK)
 
-    def factor(self, k: Tensor, sums: Float[Tensor, "n h f"]) -> Float[Tensor, "n h s r"]:
-        """E of each chunk."""
-        S, R = self.tiles["S"], self.tiles["R"]
-        e = torch.empty(self.chunks, self.heads, S, self.rank, device=k.device)
+    def factor(self, k: Tensor, sums: Float[Tensor, "n h f"]) -> Planes:
+        """E of each chunk: fp32, or bf16 and the rest, in what can later hold dq and dk."""
+        planes = empty_like(k), None if k.dtype == torch.float32 else empty_like(k)
         kernels.factor_kernel[self.grid](
-            k, sums, e, *strides(k), self.rank, self.width,
-            S=S, R=R, PRECISION=self.precision.factor, EXACT=self.exact_inputs,
+            k, sums, *as_factor(planes), *strides(k, planes[0]), self.rank, self.width,
+            S=self.tiles["S"], R=self.tiles["R"],
+            PRECISION=self.precision.factor, EXACT=self.exact_inputs,
             num_warps=self.warps("factor"),
         )  # fmt: skip
-        return e
+        return planes
+
+    def seams(self, k: Tensor) -> Float[Tensor, "n h r"]:
+        """The gradient of the key before each chunk's first."""
+        return torch.empty(*self.grid, self.rank, device=k.device)
 
     def hand_back(
         self,
@@ -275,7 +282,7 @@ class Launch:
     ) -> tuple[Float[Tensor, "rows h f"], Float[Tensor, "rows h r"], Float[Tensor, "n h"] | None]:
         """From the gradients of each chunk's initial sums to those of tokens, state and `left`.
 
-        Gradients of k, k_before and v are added to, or written if not `add`.
+        Gradients of k, v and the seams are added to, or written if not `add`.
         """
         before, dleft = None, None
         if learn_left:
@@ -285,7 +292,7 @@ class Launch:
             sums, dfinal.contiguous(), left, reverse=True, before=before, dleft=dleft
         )
         del before
-        dk, dk_before, dv = gradients
+        dk, dv, seams = gradients
         kernels.spread_kernel[self.grid](
             k, v, *self.before(last_key, left), sums, *gradients,
             *strides(k, v), *strides(dk, dv), self.rank, self.width, **self.tiles,
@@ -294,25 +301,25 @@ class Launch:
         )  # fmt: skip
         dleft = None if dleft is None else dleft.sum(-1)
         if left is not None:
-            dseam = self.hand_back_seams(k, last_key, left, dk_before)
+            dseam = self.hand_back_seams(k, last_key, left, seams)
             dleft = None if dleft is None else dleft + dseam
-        rows, slots = self.places.occupied, self.places.first_slot
-        of_predecessor, of_token = dk_before.flatten(0, 1), dk.flatten(0, 1)
+        rows = self.places.occupied
+        chunks = self.places.first_chunk[rows].long()
         dlast_key = torch.zeros_like(last_key)
-        dlast_key[rows] = of_predecessor[slots].to(dlast_key.dtype)
-        of_predecessor.index_fill_(0, slots, 0)
-        of_token[:-1] += of_predecessor[1:]
+        dlast_key[rows] = seams[chunks].to(dlast_key.dtype)
+        seams.index_fill_(0, chunks, 0)
+        dk[:-1, -1] += seams[1:]
         return dinitial, dlast_key, dleft
 
     def hand_back_seams(
-        self, k: Tensor, last_key: Tensor, left: Tensor, dk_before: Tensor
+        self, k: Tensor, last_key: Tensor, left: Tensor, seams: Float[Tensor, "n h r"]
     ) -> Float[Tensor, "n h"]:
         """A chunk's first predecessor came in times sqrt(left): the gradient of both factors."""
         rows, chunks = self.places.occupied, self.places.first_chunk[self.places.occupied].long()
         predecessor = k[:, -1].roll(1, 0).to(last_key.dtype).index_copy(0, chunks, last_key[rows])
         root = left.sqrt()
-        dleft = (dk_before[:, 0] * predecessor).sum(-1) / (2 * root)
-        dk_before[:, 0] *= root[..., None]
+        dleft = (seams * predecessor).sum(-1) / (2 * root)
+        seams *= root[..., None]
         return dleft
 
 
@@ -330,8 +337,6 @@ class Places:
     """The row whose last chunk this is, or -1."""
     occupied: Int[Tensor, " some"]
     """Rows with tokens."""
-    first_slot: Int[Tensor, " some"]
-    """The slot of their first token, among all slots."""
     begins: Bool[Tensor, " n"]
     """Whether sums fade before this chunk."""
 
@@ -362,9 +367,6 @@ def places_of(
         count=on_device(chunks, torch.int32),
         **{name: on_device(mark, torch.int32) for name, mark in marks.items()},
         occupied=on_device(occupied, torch.int64),
-        first_slot=on_device(
-            [first[row] * chunk_size + phases[row] for row in occupied], torch.int64
-        ),
         begins=on_device(periods_begin(chunks, read, chunk_size, period), torch.bool),
     )
 
@@ -389,9 +391,9 @@ class _Exact(torch.autograd.Function):
         e = launch.factor(k, sums)
         y = torch.empty_like(v, memory_format=torch.contiguous_format)
         kernels.exact_forward_kernel[launch.grid](
-            q, k, v, *launch.before(last_key, left), sums, e, coef, y, *strides(q, k, v, y),
-            launch.rank, launch.width, **launch.tiles, ORDER=launch.order,
-            PRECISION=launch.precision.answer, EXACT=launch.exact_inputs,
+            q, k, v, *launch.before(last_key, left), sums, *as_factor(e), coef, y,
+            *strides(q, k, v, e[0], y), launch.rank, launch.width, **launch.tiles,
+            ORDER=launch.order, PRECISION=launch.precision.answer, EXACT=launch.exact_inputs,
             num_warps=launch.warps("exact_forward"),
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, last_key, initial, coef, ridge, left)
@@ -412,29 +414,22 @@ class _Exact(torch.autograd.Function):
         del kept
         dcoef = torch.empty(*launch.grid, launch.order + 1, device=q.device)
         dridge = torch.empty(launch.grid, device=q.device)
-        dq, dk, dk_before, dv = (empty_like(x) for x in (q, k, k, v))
-        heads = -(-launch.heads // HEAD_GROUPS)
-        chains = torch.empty(
-            2, launch.chunks, heads, launch.order + 1, *e.shape[2:], device=q.device
-        )
-        for start in range(0, launch.heads, heads):
-            grid = launch.chunks, min(heads, launch.heads - start)
-            sizes = launch.rank, launch.width, start, launch.heads
-            kernels.exact_chain_kernel[grid](
-                q, k, v, *before, sums, e, coef, dy, *chains, dq, dcoef,
-                *strides(q, k, v, dy, dq), *sizes, **launch.tiles, ORDER=launch.order,
-                PRECISION=launch.precision.answer, EXACT=launch.exact_inputs,
-                num_warps=launch.warps("exact_chain"),
-            )  # fmt: skip
-            kernels.exact_gradient_kernel[grid](
-                k, v, *before, sums, coef, dy, *chains, dk, dk_before, dv, dridge,
-                *strides(k, v, dy, dk, dv), *sizes, **launch.tiles, ORDER=launch.order,
-                PRECISION=launch.precision.answer, LOCAL=launch.precision.gradient,
-                EXACT=launch.exact_inputs, num_warps=launch.warps("exact_gradient"),
-            )  # fmt: skip
-        del e, chains
+        dq, dk, dv = e[0], empty_like(k) if e[1] is None else e[1], empty_like(v)
+        seams = launch.seams(k)
+        programs = min(launch.chunks * launch.heads, programs_at_once(q.device))
+        tiles = programs, 2 * launch.order + 3, launch.layout.chunk_size, launch.rank
+        chains = torch.empty(tiles, device=q.device)
+        kernels.exact_backward_kernel[programs,](
+            q, k, v, *before, sums, *as_factor(e), coef, dy, chains,
+            dq, dk, dv, seams, dcoef, dridge,
+            *strides(q, k, v, dy, dk, dv), *launch.grid, launch.rank, launch.width,
+            **launch.tiles, ORDER=launch.order,
+            PRECISION=launch.precision.answer, LOCAL=launch.precision.gradient,
+            EXACT=launch.exact_inputs, num_warps=launch.warps("exact_backward"), num_stages=1,
+        )  # fmt: skip
+        del chains
         dinitial, dlast_key, dleft = launch.hand_back(
-            k, v, last_key, initial, left, sums, dfinal, (dk, dk_before, dv),
+            k, v, last_key, initial, left, sums, dfinal, (dk, dv, seams),
             add=True, learn_left=ctx.needs_input_grad[7],
         )  # fmt: skip
         return dq, dk, dv, dlast_key, dinitial, dcoef.sum(0), dridge, dleft, None
@@ -479,7 +474,7 @@ class _Chunk(torch.autograd.Function):
         sums, ctx.kept = ctx.kept, None
         if sums is None:
             sums, _ = launch.prepare(k, v, last_key, initial, ridge, left)
-        dq, dk, dk_before, dv = (empty_like(x) for x in (q, k, k, v))
+        dq, dk, dv = (empty_like(x) for x in (q, k, v))
         dcoef = torch.empty(*launch.grid, launch.order + 1, device=q.device)
         dridge = torch.empty(launch.grid, device=q.device)
         dbegun = dreadout_of_idle_rows(dreadout, launch.layout)
@@ -491,10 +486,20 @@ class _Chunk(torch.autograd.Function):
             EXACT=launch.exact_inputs, num_warps=launch.warps("chunk_backward"),
         )  # fmt: skip
         dinitial, dlast_key, dleft = launch.hand_back(
-            k, v, last_key, initial, left, sums, dfinal, (dk, dk_before, dv),
+            k, v, last_key, initial, left, sums, dfinal, (dk, dv, launch.seams(k)),
             add=False, learn_left=ctx.needs_input_grad[7],
         )  # fmt: skip
         return dq, dk, dv, dlast_key, dinitial, dcoef.sum(0), dridge, dleft, dbegun, None
+
+
+Planes = tuple[Float[Tensor, "n s h r"], Float[Tensor, "n s h r"] | None]
+
+
+def as_factor(planes: Planes) -> tuple[Tensor | None, ...]:
+    """As what E is written in: the exponents of fp16 would not reach."""
+    if planes[1] is None:
+        return planes
+    return tuple(plane.view(torch.bfloat16) for plane in planes if plane is not None)
 
 
 def empty_like(x: Tensor) -> Tensor:
@@ -507,6 +512,13 @@ def dreadout_of_idle_rows(dreadout: Tensor, layout: ChunkLayout) -> Tensor:
         return torch.zeros_like(dreadout)
     idle = torch.tensor([n == 0 for n in layout.chunks], device=dreadout.device)
     return dreadout * idle.view(-1, 1, 1, 1)
+
+
+def programs_at_once(device: torch.device) -> int:
+    """Programs of the exact backward that work side by side, each with chains of its own."""
+    if device.type != "cuda":
+        return PROGRAMS * MULTIPROCESSORS
+    return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tile_width(n: int) -> int:

@@ -69,6 +69,14 @@ def check_lengths(lengths: Tensor | None, x: Tensor) -> None:
         )
 
 
+def check_starts(starts: Tensor | None, x: Tensor) -> None:
+    if starts is not None and (starts.shape != x.shape[:2] or starts.dtype != torch.bool):
+        raise ValueError(
+            f"starts has shape {tuple(starts.shape)} and dtype {starts.dtype}, but it must be bool "
+            f"{list(x.shape[:2])}: whether each token begins anew."
+        )
+
+
 def check_state(state: SSDState, needed: dict[str, tuple[int, ...]]) -> None:
     if not isinstance(state, SSDState):
         raise ValueError(f"state is a {type(state).__name__}, but ssd continues an SSDState.")

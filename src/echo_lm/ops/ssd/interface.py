@@ -6,31 +6,22 @@ from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from echo_lm.ops.checks import require_finite
-from echo_lm.ops.ssd.checks import check_inputs, check_lengths, check_state
+from echo_lm.ops.backends import ScanBackend, ScanForm, choose_scan
+from echo_lm.ops.checks import refuse_in_place, require_finite, wants_gradient
+from echo_lm.ops.ssd.checks import check_inputs, check_lengths, check_starts, check_state
 from echo_lm.ops.ssd.chunk import ssd_chunk
 from echo_lm.ops.ssd.naive import ssd_naive
-from echo_lm.ops.ssd.problem import Problem, Trapezoid, to_heads
+from echo_lm.ops.ssd.problem import FORGET, Problem, Trapezoid, to_heads
 from echo_lm.ops.ssd.recurrent import ssd_recurrent
 from echo_lm.ops.ssd.rotation import accumulate, rotate
 from echo_lm.ops.ssd.state import SSDState
 
-Backend = Literal["auto", "naive", "chunk", "recurrent"]
 Form = Callable[[Problem], tuple[Tensor, Tensor]]
 
 FORMS: dict[str, Form] = {"naive": ssd_naive, "chunk": ssd_chunk, "recurrent": ssd_recurrent}
-
-
-def choose_form(backend: str, tokens: int) -> Form:
-    """The one place that decides who computes; kernels from outside join here."""
-    if backend == "auto":
-        backend = "recurrent" if tokens == 1 else "chunk"
-    if backend not in FORMS:
-        raise ValueError(f"backend is {backend!r}, but it must be one of auto, {', '.join(FORMS)}.")
-    return FORMS[backend]
 
 
 @overload
@@ -46,8 +37,10 @@ def ssd(
     state: SSDState | None = None,
     return_state: Literal[False] = False,
     lengths: Int[Tensor, " b"] | None = None,
+    starts: Bool[Tensor, "b t"] | None = None,
+    in_place: bool = False,
     chunk_size: int = 64,
-    backend: Backend = "auto",
+    backend: ScanBackend = "auto",
 ) -> Float[Tensor, "b t h *r p"]: ...
 
 
@@ -64,8 +57,10 @@ def ssd(
     state: SSDState | None = None,
     return_state: Literal[True],
     lengths: Int[Tensor, " b"] | None = None,
+    starts: Bool[Tensor, "b t"] | None = None,
+    in_place: bool = False,
     chunk_size: int = 64,
-    backend: Backend = "auto",
+    backend: ScanBackend = "auto",
 ) -> tuple[Float[Tensor, "b t h *r p"], SSDState]: ...
 
 
@@ -81,8 +76,10 @@ def ssd(
     state: SSDState | None = None,
     return_state: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
+    starts: Bool[Tensor, "b t"] | None = None,
+    in_place: bool = False,
     chunk_size: int = 64,
-    backend: Backend = "auto",
+    backend: ScanBackend = "auto",
 ) -> Float[Tensor, "b t h *r p"] | tuple[Float[Tensor, "b t h *r p"], SSDState]:
     """The state-space scan of Mamba-2 and Mamba-3, with a_t = exp(log_decay_t):
 
@@ -94,25 +91,60 @@ def ssd(
 
     x, B and C all have a rank axis before the last one or none has. Groups of heads share B and C.
     log_decay must not be positive. `state` is that of an earlier call, which this one continues;
-    with `return_state` the answer is `(y, state)`. `lengths` says how many tokens of each
-    right-padded row are real; y is zero behind them. Sums and state are fp32 (fp64 for fp64 x).
+    with `return_state` the answer is `(y, state)`. With `in_place` the state given may be written
+    over and is worth nothing afterwards; this takes no gradients. `lengths` says how many tokens of
+    each right-padded row are real; y is zero behind them. `starts` marks tokens before which all is
+    forgotten (a_t = beta_t = 0, and the angle counts from there), as if a row of its own began.
+    Sums and state are fp32 (fp64 for fp64 x).
     """
     scalars = {"log_decay": log_decay, "gamma": gamma} | ({} if beta is None else {"beta": beta})
     check_inputs(x, B, C, angle, **scalars)
     check_lengths(lengths, x)
+    check_starts(starts, x)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, but a chunk has at least one token.")
-    form = choose_form(backend, x.shape[1])
+    learning = wants_gradient(x, B, C, angle, *scalars.values(), state=state)
+    refuse_in_place(in_place, learning)
     ranked = x.dim() == 5
     if not ranked:
         x, B, C = x.unsqueeze(3), B.unsqueeze(3), C.unsqueeze(3)
+    chosen = choose_scan(
+        backend,
+        x,
+        B,
+        shares_last=beta is not None and angle is None and B.shape[2] < x.shape[2],
+        restarts=starts is not None,
+        learning=learning,
+    )
     old = begin(x, B, beta, angle, state)
     with torch.autocast(x.device.type, enabled=False):
-        angle = turn(angle, lengths, old)
-        problem = prepare(x, B, C, log_decay, gamma, beta, angle, lengths, old, chunk_size)
-        y, h = form(problem)
+        if chosen == "step":
+            from echo_lm.ops.ssd.step import ssd_step  # only here: importing triton takes a while
+
+            given = {"log_decay": log_decay, "gamma": gamma, "beta": beta, "angle": angle}
+            all_given = {"x": x, "B": B, "C": C} | given
+            require_finite(
+                **{k: v if v is None else without_padding(v, lengths) for k, v in all_given.items()}
+            )
+            y, new = ssd_step(x, B, C, **given, lengths=lengths, state=old, in_place=in_place)
+            y = y if ranked else y.squeeze(3)
+            return (y, new) if return_state else y
+        angle = turn(angle, lengths, starts, old)
+        problem = prepare(
+            x, B, C, log_decay, gamma, beta, angle, lengths, starts, old, chunk_size, in_place
+        )
+        y, h = scan(problem, chosen)
         y = (y if ranked else y.squeeze(3)).to(x.dtype)
         return (y, remember(problem, h, angle, lengths)) if return_state else y
+
+
+def scan(problem: Problem, form: ScanForm) -> tuple[Tensor, Tensor]:
+    """Answer all tokens in the form chosen."""
+    if form == "triton":
+        from echo_lm.ops.ssd.triton import ssd_triton  # only here: importing triton takes a while
+
+        return ssd_triton(problem)
+    return FORMS[form](problem.widened())
 
 
 def begin(
@@ -137,7 +169,10 @@ def begin(
 
 
 def turn(
-    increments: Float[Tensor, "b t h s"] | None, lengths: Int[Tensor, " b"] | None, state: SSDState
+    increments: Float[Tensor, "b t h s"] | None,
+    lengths: Int[Tensor, " b"] | None,
+    starts: Bool[Tensor, "b t"] | None,
+    state: SSDState,
 ) -> Float[Tensor, "b t h s"] | None:
     """The angle reached at every token."""
     if increments is None:
@@ -145,7 +180,7 @@ def turn(
     assert state.angle is not None
     increments = without_padding(increments, lengths)
     require_finite(angle=increments)
-    return accumulate(increments, state.angle)
+    return accumulate(increments, state.angle, starts)
 
 
 def prepare(
@@ -157,25 +192,31 @@ def prepare(
     beta: Float[Tensor, "b t h"] | None,
     angle: Float[Tensor, "b t h s"] | None,
     lengths: Int[Tensor, " b"] | None,
+    starts: Bool[Tensor, "b t"] | None,
     state: SSDState,
     chunk_size: int,
+    in_place: bool,
 ) -> Problem:
-    """Widen everything, blank the padding, rotate."""
+    """Blank the padding, let nothing pass a start, rotate, widen all but what is large."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    x, B, C, log_decay, gamma = (
-        without_padding(v.to(dtype), lengths) for v in (x, B, C, log_decay, gamma)
-    )
+    x, B, C = (without_padding(v, lengths) for v in (x, B, C))
+    log_decay, gamma = (without_padding(v.to(dtype), lengths) for v in (log_decay, gamma))
     require_finite(x=x, B=B, C=C, log_decay=log_decay, gamma=gamma)
+    if starts is not None:
+        log_decay = log_decay.masked_fill(starts.unsqueeze(-1), FORGET)
     if angle is not None:
-        B, C = (rotate(to_heads(v, x.shape[2], dim=2), angle) for v in (B, C))
+        B, C = (rotate(to_heads(v.to(dtype), x.shape[2], dim=2), angle) for v in (B, C))
     trapezoid = None
     if beta is not None:
         assert state.x is not None
         assert state.B is not None
         beta = without_padding(beta.to(dtype), lengths)
         require_finite(beta=beta)
+        if starts is not None:
+            beta = beta.masked_fill(starts.unsqueeze(-1), 0)
         trapezoid = Trapezoid(beta, state.x.to(dtype), state.B.to(dtype))
-    return Problem(x, B, C, log_decay, gamma, trapezoid, state.h.to(dtype), chunk_size)
+    h = state.h.to(dtype)
+    return Problem(x, B, C, log_decay, gamma, trapezoid, h, chunk_size, starts, in_place)
 
 
 def remember(
@@ -207,7 +248,7 @@ def last_real(
 ) -> Float[Tensor, "b ..."]:
     """Each row's last real token; what was there before in a row without tokens."""
     if lengths is None:
-        return v[:, -1].clone()
+        return v[:, -1].to(before.dtype, copy=True)
     last = v[torch.arange(len(v), device=v.device), (lengths - 1).clamp_min(0)]
     empty = (lengths == 0).view(-1, *[1] * (last.dim() - 1))
     return torch.where(empty, before, last)

@@ -20,7 +20,8 @@ def ssd_recurrent(problem: Problem) -> tuple[Float[Tensor, "b t h r p"], Float[T
         B = torch.cat([delay(B, trapezoid.B), B], dim=3)
     h, outputs = problem.h, []
     for t in range(x.shape[1]):
-        h = decay[:, t, :, None, None] * h + outer(x[:, t], B[:, t])
+        kept = torch.mul(h, decay[:, t, :, None, None], out=h if problem.in_place else None)
+        h = kept.add_(outer(x[:, t], B[:, t]))
         outputs.append(to_heads(problem.C[:, t], h.shape[1]) @ h.mT)
     return torch.stack(outputs, dim=1), h
 

@@ -5,19 +5,28 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from echo_lm.ops.ssd.restart import running_sum
 from echo_lm.ops.ssd.state import sum_dtype
 
 
 def accumulate(
-    increments: Float[Tensor, "b t h s"], start: Float[Tensor, "b h s"]
+    increments: Float[Tensor, "b t h s"],
+    begun: Float[Tensor, "b h s"],
+    starts: Bool[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t h s"]:
-    """The angle at every token, in [0, 2 pi). Summed in fp64, it holds over millions of tokens."""
+    """The angle at every token, in [0, 2 pi), since the last start or after what has `begun`.
+
+    Summed in fp64, it holds over millions of tokens.
+    """
     wide = sum_dtype(increments.device)
-    travelled = increments.to(wide).cumsum(dim=1)
-    return (start.to(wide).unsqueeze(1) + travelled) % (2 * math.pi)
+    travelled = running_sum(increments.to(wide), starts)
+    begun = begun.to(wide).unsqueeze(1)
+    if starts is not None:
+        begun = torch.where((starts.cumsum(1) == 0)[..., None, None], begun, 0)
+    return (begun + travelled) % (2 * math.pi)
 
 
 def rotate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,8 @@ from rich.table import Table
 
 from echo_lm.results import write_json
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "results"
-
-Row = dict[str, str | int | float]
+Row = dict[str, Any]
+"""Text and numbers under the names of columns; None where there is nothing to tell."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,14 @@ class Target:
 class Findings:
     config: dict[str, Any]
     seed: int | None
-    tables: dict[str, list[Row]]
-    targets: list[Target]
+    tables: Mapping[str, Sequence[Row]]
+    targets: Sequence[Target]
     device: str = "cpu"
-    """The folder of `results` these belong to."""
+    """The folder of `results` that a benchmark of `benchmarks/` is filed under."""
 
 
-def save(name: str, findings: Findings, circumstances: dict[str, Any]) -> Path:
-    """Write `results/DEVICE/NAME.json`; returns its path seen from the repository."""
+def save(path: Path, name: str, findings: Findings, circumstances: Mapping[str, Any]) -> None:
+    """Write the record of a benchmark."""
     entries = {
         "benchmark": name,
         "config": findings.config,
@@ -56,27 +55,29 @@ def save(name: str, findings: Findings, circumstances: dict[str, Any]) -> Path:
         "targets": [target.to_dict() for target in findings.targets],
         "numbers": findings.tables,
     }
-    path = RESULTS / findings.device / f"{name}.json"
     write_json(path, entries)
-    return path.relative_to(ROOT)
 
 
 def show(name: str, findings: Findings, console: Console) -> None:
     for title, rows in findings.tables.items():
         table = Table(title=f"{name}: {title}", title_justify="left")
-        for column, value in rows[0].items():
-            text = isinstance(value, str)
-            table.add_column(column, justify="left" if text else "right", no_wrap=text)
+        for column in rows[0]:
+            text = any(isinstance(row[column], str) for row in rows)
+            table.add_column(column, justify="left" if text else "right", no_wrap=column == "what")
         for row in rows:
-            table.add_row(*(_readable(value) for value in row.values()))
+            table.add_row(*_readable(row.values()))
         console.print(table)
     for target in findings.targets:
         sign, limit = (">=", target.at_least) if target.at_most is None else ("<=", target.at_most)
         verdict = "[green]met[/green]" if target.met else "[red]missed[/red]"
-        console.print(f"{target.name}: {_readable(target.value)} {sign} {limit:g}, {verdict}")
+        (value,) = _readable([target.value])
+        console.print(f"{target.name}: {value} {sign} {limit:.3g}, {verdict}")
 
 
-def _readable(value: str | int | float) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else value
+def _readable(values: Iterable[Any]) -> list[str]:
+    def form(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+    return [form(value) for value in values]
