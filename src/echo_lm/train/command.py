@@ -36,7 +36,8 @@ def list_recipes(console: Console | None = None) -> None:
         config = recipe.train_config(recipe.text.length)
         tokens = config.steps * config.batch * recipe.text.length
         budget = f"{config.steps:,} steps, {tokens:,} tokens"
-        table.add_row(name, recipe.model["preset"], f"{recipe.text.length:,}", budget)
+        shape = recipe.model.get("preset", "its own")
+        table.add_row(name, shape, f"{recipe.text.length:,}", budget)
     (console or Console()).print(table)
 
 
