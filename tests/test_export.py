@@ -36,6 +36,8 @@ def test_only_the_model_is_passed_on(checkpoint: Path, tmp_path: Path) -> None:
         "config.json",
         "model.safetensors",
     }
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1
     size = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
     assert f"{size:,} bytes" in said.getvalue()
     before, after = (EchoLM.from_pretrained(f) for f in (checkpoint, tmp_path / "out"))

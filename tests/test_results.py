@@ -34,6 +34,12 @@ def test_a_copy_in_someone_elses_repository_names_no_commit(tmp_path: Path) -> N
     assert done.stdout.strip() == str({"commit": "unknown", "dirty": False}), done.stderr
 
 
+def test_records_are_json_whatever_the_numbers(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"loss": float("nan"), "by": ({"x": [float("inf"), 1.5]},)})
+    told = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert told == {"loss": None, "by": [{"x": [None, 1.5]}]}
+
+
 def test_a_failed_write_keeps_the_earlier_record(tmp_path: Path) -> None:
     path = tmp_path / "results" / "a.json"
     write_json(path, {"value": 1})

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from echo_lm import speak
 from echo_lm.data.tokenise import tokenizer_of
 from echo_lm.model import EchoLM, EchoState
+from echo_lm.model.boxed import BOX, DEFAULT
 
 from .model.families import small_config, wake
 from .test_cli import echo_lm
@@ -202,8 +203,15 @@ def started(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_prompt_alone_is_for_the_model_in_the_box(folder: Path) -> None:
-    assert speak.split_words(["The river"]) == (Path("echo-tiny"), "The river")
+def test_a_prompt_alone_is_for_the_model_in_the_box(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert speak.split_words(["The river"]) == (BOX / DEFAULT, "The river")
+    long = "The river ran on past the old mill.\n" * 20
+    assert speak.split_words([long]) == (BOX / DEFAULT, long)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / DEFAULT).mkdir()
+    assert speak.split_words(["The river"])[0] == BOX / DEFAULT
     assert speak.split_words([str(folder), "The river"]) == (folder, "The river")
 
 
@@ -214,8 +222,9 @@ def test_words_that_are_no_prompt_are_counted(words: list[str]) -> None:
 
 
 def test_a_model_without_a_prompt_is_not_read_as_one(folder: Path) -> None:
-    with pytest.raises(ValueError, match='is a model: give it a prompt too, or "" for none'):
-        speak.split_words([str(folder)])
+    for word in (str(folder), "echo-tiny", "runs/laptop/step-000"):
+        with pytest.raises(ValueError, match='looks like a model: give it a prompt too, or "" for'):
+            speak.split_words([word])
 
 
 def test_who_stops_reading_ends_it_in_silence(folder: Path) -> None:

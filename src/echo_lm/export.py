@@ -25,8 +25,8 @@ def run(
     folder = model_folder(checkpoint)
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: choose another folder to export to.")
-    writable_folder(out)
     model = EchoLM.from_pretrained(folder, dtype=dtype)
+    writable_folder(out)
     model.save_pretrained(out)
     tokenizer = folder / TOKENIZER_FILE
     if tokenizer.is_file():

@@ -6,7 +6,9 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +67,21 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+def sayable(value: Any) -> Any:
+    """The same for JSON, which has no word for a number that is not finite but null."""
+    if isinstance(value, Mapping):
+        return {name: sayable(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [sayable(entry) for entry in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
 def write_json(path: Path, entries: dict[str, Any]) -> None:
     """Write a record whole or not at all, so that a full disk costs no earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(sayable(entries), indent=2, allow_nan=False)
+    unfinished.write_text(text + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,10 +14,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from echo_lm.data.tokenise import tokenizer_of
-from echo_lm.model.boxed import DEFAULT, model_folder
+from echo_lm.model.boxed import BOX, DEFAULT, boxed, is_folder, model_folder
 from echo_lm.model.generate import GenerationOptions, read
 from echo_lm.model.lm import EchoLM
-from echo_lm.model.pretrained import CONFIG_FILE, WEIGHTS_FILE
+from echo_lm.model.pretrained import WEIGHTS_FILE
 from echo_lm.model.state import EchoState
 from echo_lm.ops.backends import pick_device, weights_dtype
 
@@ -38,7 +39,7 @@ def run(
     out: TextIO | None = None,
 ) -> None:
     """Show the prompt and what follows it, and keep the memory in `state`."""
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature must be 0 or more, got {temperature}.")
     out = sys.stdout if out is None else out
     place = pick_device(device)
@@ -69,13 +70,21 @@ def split_words(words: Sequence[str]) -> tuple[Path, str]:
     """`[CHECKPOINT] PROMPT`; without the former a model from the box goes on."""
     if len(words) == 2:
         return Path(words[0]), words[1]
-    if len(words) == 1 and not (Path(words[0]) / CONFIG_FILE).is_file():
-        return Path(DEFAULT), words[0]
+    if len(words) == 1 and looks_like_a_place(words[0]):
+        raise ValueError(
+            f'{words[0]!r} looks like a model: give it a prompt too, or "" for none; if it is the '
+            f"prompt, write {DEFAULT} before it."
+        )
     if len(words) == 1:
-        raise ValueError(f'{words[0]} is a model: give it a prompt too, or "" for none.')
+        return BOX / DEFAULT, words[0]
     raise ValueError(
         f"Give a prompt, or the folder of a model and a prompt in quotes; got {len(words)} words."
     )
+
+
+def looks_like_a_place(word: str) -> bool:
+    """A folder, a model of the box, or a path that may be mistyped."""
+    return is_folder(word) or word in boxed() or ("/" in word and not re.search(r"\s", word))
 
 
 class Coder:

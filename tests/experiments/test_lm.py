@@ -187,7 +187,7 @@ def test_what_is_compared_stands_in_the_report(chain: Chain) -> None:
         assert part in report
     for model in MODELS:
         assert f"| {model} |" in report
-    assert "Echo (ours, tied start) against Transformer, the best baseline: " in report
+    assert "Echo (ours, tied start) against Transformer, the best without SKA: " in report
     assert "Echo (ours, tied start) against Echo (paper): " in report
     assert str(chain.folder) not in report
     for stage in STAGES:
@@ -229,7 +229,7 @@ def test_the_best_are_asked_for_needles(chain: Chain) -> None:
     echo = min(MODELS[:2], key=lambda model: best[model])
     records = chain.records("lm/needle")
     assert records["the best Echo"]["numbers"]["name"] == echo
-    assert records["the best of the others"]["numbers"]["name"] == "Transformer"
+    assert records["the best without SKA"]["numbers"]["name"] == "Transformer"
     for record in records.values():
         assert len(record["numbers"]["map"]) == 4
         assert (
@@ -346,17 +346,19 @@ def test_remarks_are_of_the_numbers() -> None:
         *(cell("Transformer", seed, 1.5 + 1.2 * seed) for seed in (0, 1)),
         cell("Mamba-2 + SwiGLU", 0, 4.0),
         cell("Echo (paper)", 0, 2.5),
+        cell("Mamba-2 + SKA + SwiGLU", 0, 1.0),
         Finished({"model": "Mamba-2 + attention"}, 0, {"diverged": "Step 3"}),
     ]
     assert lm.LanguageModels().remarks(done) == [
         "All models of a seed have read the same windows in the same order.",
-        "Echo (ours) against Transformer, the best baseline: +0.4000 nats a token ± 0.1414 over 2 "
-        "seeds, worse.",
+        "Echo (ours) against Transformer, the best without SKA: +0.4000 nats a token ± 0.1414 over "
+        "2 seeds, worse.",
         "Echo (ours) against Echo (paper): -0.5000 nats a token in one seed, no worse.",
+        "Echo (ours) against Mamba-2 + SKA + SwiGLU: +1.0000 nats a token in one seed, worse.",
         "The second token of a rare pair costs less again than first, by nats: Echo (ours) 2.000, "
         "Echo (ours, tied start) 2.000, Transformer 2.000, Mamba-2 + SwiGLU 2.000, Echo (paper) "
-        "2.000. What comes again is commoner too, so that only what models differ in tells of "
-        "recall.",
+        "2.000, Mamba-2 + SKA + SwiGLU 2.000. What comes again is commoner too, so that only what "
+        "models differ in tells of recall.",
         lm.SPEED,
         "Mamba-2 + attention: Step 3",
     ]

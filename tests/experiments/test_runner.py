@@ -136,6 +136,14 @@ def test_refuses_a_share_that_is_none(share: str) -> None:
         parse_share(share)
 
 
+def test_where_nothing_can_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    experiment = Squares()
+    with pytest.raises(ValueError, match=r"out must be a folder to write to, got .*file"):
+        go(experiment, tmp_path / "file")
+    assert not experiment.runs
+
+
 def test_an_unknown_experiment_is_named() -> None:
     from echo_lm.experiments import find
 

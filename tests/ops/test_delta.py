@@ -294,6 +294,15 @@ def test_a_start_is_the_start_of_a_row(form: Any, tokens: int, chunk_size: int) 
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, msg=name)
 
 
+def test_a_start_in_the_padding_starts_nothing() -> None:
+    inputs, lengths = make_inputs(6), torch.tensor([3, 6])
+    starts = torch.zeros(2, 6, dtype=torch.bool)
+    _, wanted = delta_rule(**inputs, lengths=lengths, return_state=True)
+    starts[0, 4] = True
+    _, state = delta_rule(**inputs, lengths=lengths, starts=starts, return_state=True)
+    assert_same_state(state, wanted)
+
+
 def test_starts_are_marks() -> None:
     with pytest.raises(ValueError, match=r"starts has shape \(2, 5\) .* must be bool \[2, 6\]"):
         delta_rule(**make_inputs(6), starts=torch.zeros(2, 5, dtype=torch.bool))

@@ -34,6 +34,11 @@ def some(count: int, *, heads: int = 1, **sizes: Any) -> Inputs:
     return make_inputs(count, heads=heads, **sizes)
 
 
+def strided(x: Tensor) -> Tensor:
+    """The same numbers with others between them."""
+    return torch.stack([x, 1 - x], dim=1)[:, 0]
+
+
 def stepped(
     given: Inputs, state: SKAState | None, *, in_place: bool = True, **options: Any
 ) -> tuple[Tensor, SKAState]:
@@ -45,7 +50,7 @@ def stepped(
             y, kept = ska(
                 **tokens(given, t, t + 1),
                 **options,
-                lengths=None if lengths is None else (lengths > t).long(),
+                lengths=None if lengths is None else strided((lengths > t).long()),
                 state=kept,
                 return_state=True,
                 in_place=in_place,

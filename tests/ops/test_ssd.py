@@ -351,6 +351,16 @@ def test_a_start_is_the_start_of_a_row(form: Any, kind: str, tokens: int, chunk_
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_start_in_the_padding_starts_nothing(kind: str) -> None:
+    inputs, lengths = make_inputs(6, **KINDS[kind]), torch.tensor([3, 6])
+    starts = torch.zeros(2, 6, dtype=torch.bool)
+    _, wanted = ssd(**inputs, lengths=lengths, return_state=True)
+    starts[0, 4] = True
+    _, state = ssd(**inputs, lengths=lengths, starts=starts, return_state=True)
+    assert_same_state(state, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_stop_at_a_start(kind: str) -> None:
     """In the chunk form as in the recurrence, and those across one are 0."""
     inputs, starts = make_inputs(40, **KINDS[kind]), starts_among(40)

@@ -36,6 +36,7 @@ MODELS: dict[str, EchoConfig] = {
 """At 50 million parameters with 32,000 tokens. A tied start is what lets SKA begin to recall in
 the synthetic tasks."""
 ECHO = (*OURS, PAPER)
+WITHOUT_SKA = tuple(model for model, config in MODELS.items() if "ska" not in config.mixers)
 LANGUAGE_MODELS = "lm"
 """The experiment that trains them in full, whose weights others go on from."""
 CREDENTIALS = (

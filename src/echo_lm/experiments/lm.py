@@ -21,12 +21,11 @@ from echo_lm.experiments.base import (
     select,
 )
 from echo_lm.experiments.language import (
-    ECHO,
     LANGUAGE_MODELS,
     MODELS,
     OURS,
-    PAPER,
     SHAPES,
+    WITHOUT_SKA,
     OnText,
     as_finished,
     budget,
@@ -243,10 +242,13 @@ def best_of(done: Sequence[Finished], models: Sequence[str]) -> str | None:
 
 
 def standing(done: Sequence[Finished]) -> list[str]:
-    """Ours beside the best that is not Echo, and beside the paper's."""
+    """Ours beside the best that recalls otherwise or not at all, and beside other models of SKA."""
     ours = best_of(done, OURS)
-    baseline = best_of(done, [model for model in MODELS if model not in ECHO])
-    others = {f"{baseline}, the best baseline": baseline, PAPER: best_of(done, [PAPER])}
+    baseline = best_of(done, WITHOUT_SKA)
+    others = {f"{baseline}, the best without SKA": baseline}
+    others |= {
+        model: best_of(done, [model]) for model in MODELS if model not in (*OURS, *WITHOUT_SKA)
+    }
     return [
         f"{ours} against {named}: {difference(done, ours, other)}."
         for named, other in others.items()

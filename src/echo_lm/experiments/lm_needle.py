@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -30,6 +31,7 @@ from echo_lm.experiments.language import (
     ECHO,
     LANGUAGE_MODELS,
     MODELS,
+    WITHOUT_SKA,
     as_finished,
     budget,
     kept,
@@ -46,7 +48,7 @@ from echo_lm.train import Diverged, train
 
 CHOSEN = {
     "the best Echo": ECHO,
-    "the best of the others": tuple(model for model in MODELS if model not in ECHO),
+    "the best without SKA": WITHOUT_SKA,
 }
 MOST = 0.9
 """The share of the numbers at which a length counts as read."""
@@ -240,11 +242,12 @@ def share(cells: Sequence[Finished], length: int, depth: float) -> float:
 
 def reach(cells: Sequence[Finished]) -> str:
     """How far a model finds most numbers, beside how far it was trained."""
-    far = [
-        length
-        for length in lengths_of(cells[0])
-        if mean(found_at(length)(cell.numbers) for cell in cells) >= MOST
-    ]
+    far = list(
+        takewhile(
+            lambda length: mean(found_at(length)(cell.numbers) for cell in cells) >= MOST,
+            lengths_of(cells[0]),
+        )
+    )
     told = f"in up to {max(far):,} tokens" if far else "at no length"
     sizes = sorted({point["state_bytes"] for point in cells[0].numbers["map"]})
     held = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"

@@ -74,12 +74,15 @@ class Sweep(OnText):
             if (best := best_rate(select(done, model=model)))
             and best in (min(distinct(done, "lr")), max(distinct(done, "lr")))
         ]
-        if not edges:
-            return ["Every best rate lies between others that were tried."]
-        return [
-            f"At the edge of what was tried, so that a better one may lie beyond: "
-            f"{', '.join(edges)}."
-        ]
+        without = [m for m in distinct(done, "model") if not best_rate(select(done, model=m))]
+        said = [f"No rate of these has one that is best: {', '.join(without)}."] if without else []
+        if edges:
+            return [
+                *said,
+                f"At the edge of what was tried, so that a better one may lie beyond: "
+                f"{', '.join(edges)}.",
+            ]
+        return said or ["Every best rate lies between others that were tried."]
 
     def draw(self, done: Sequence[Finished], path: Path) -> None:
         with figure(path, size=(5.4, 3.2)) as axes:

@@ -19,7 +19,7 @@ from echo_lm.experiments.base import (
     Settings,
     Workbench,
 )
-from echo_lm.results import circumstances, write_json
+from echo_lm.results import circumstances, writable_folder, write_json
 
 CELLS = "cells"
 UNFINISHED = "unfinished"
@@ -49,7 +49,7 @@ def reproduce(
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}.")
     part, parts = parse_share(share)
-    folder = out / experiment.name / scale
+    folder = writable_folder(out) / experiment.name / scale
     cells = experiment.cells(scale)
     chosen = choose(cells, only)
     wanted = [(settings, seed) for seed in range(seeds) for settings in cells]

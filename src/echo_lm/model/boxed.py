@@ -13,11 +13,18 @@ def boxed() -> list[str]:
     return sorted(config.parent.name for config in BOX.glob("*/config.json"))
 
 
+def is_folder(place: str | Path) -> bool:
+    """False too for what is too long for a name, such as a text."""
+    try:
+        return Path(place).is_dir()
+    except OSError:
+        return False
+
+
 def model_folder(place: str | Path) -> Path:
     """The folder of a model; a name that is no folder here may be that of a model in the box."""
-    folder = Path(place)
-    if folder.is_dir():
-        return folder
+    if is_folder(place):
+        return Path(place)
     if str(place) in boxed():
         return BOX / str(place)
     raise ValueError(

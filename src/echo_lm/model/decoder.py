@@ -115,6 +115,11 @@ class CapturedStep:
             self._logits = step_over(model, self._tokens, state)
 
     def replay(self, tokens: Int[Tensor, " b"]) -> Float[Tensor, "b vocab"]:
+        if tokens.shape != self._tokens.shape:
+            raise ValueError(
+                f"This decoder has {len(self._tokens)} rows and takes a token for each; got "
+                f"{list(tokens.shape)}."
+            )
         self._tokens.copy_(tokens)
         self._graph.replay()
         return self._logits.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ def save_pretrained(
     # Renamed when complete, so that a full disk does not cost the weights of an earlier save.
     unfinished = directory / f"{WEIGHTS_FILE}.unfinished"
     save_file(weights, unfinished, metadata={"format": "pt"})
+    # safetensors writes for nobody but the owner; who may read the configuration may read these.
+    shutil.copymode(directory / CONFIG_FILE, unfinished)
     unfinished.replace(directory / WEIGHTS_FILE)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import isfinite, nan
+from math import nan
 from pathlib import Path
 from typing import Any
+
+from echo_lm.results import sayable
 
 Record = dict[str, Any]
 """Of a step: `step`, `loss`, `lr`, `gradient_norm` (before clipping), `tokens_per_second`, and,
@@ -83,14 +85,6 @@ def write_records(folder: Path, records: Iterable[Record]) -> None:
 def line_of(record: Record) -> str:
     """A line of JSON, which has no word for what is not finite but null."""
     return json.dumps(sayable(record), allow_nan=False) + "\n"
-
-
-def sayable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: sayable(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [sayable(entry) for entry in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def known(value: Any) -> Any:

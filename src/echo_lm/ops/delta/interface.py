@@ -95,6 +95,7 @@ def delta_rule(
     check_inputs(q, k, v, beta)
     check_lengths(lengths, v)
     check_starts(starts, v)
+    starts = None if starts is None else without_padding(starts, lengths)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, but a chunk has at least one token.")
     form = choose_form(backend, v.shape[1])

@@ -22,6 +22,7 @@ def ska_step(problem: Problem) -> tuple[Float[Tensor, "b 1 h p"], SKAState]:
     state = to_write_over(problem)
     q, k, v = (rows(x) for x in (problem.q, problem.k, problem.v))
     coef, ridge, decay, lengths = problem.coef, problem.ridge, problem.decay, problem.lengths
+    lengths = None if lengths is None else lengths.contiguous()
     batch, heads, rank = k.shape
     width = v.shape[-1]
     tiles = {"r": rank, "p": width, "R": tile_width(rank), "PW": tile_width(width)}

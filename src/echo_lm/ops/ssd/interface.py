@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from echo_lm.ops.backends import ScanBackend, ScanForm, choose_scan
@@ -101,6 +101,7 @@ def ssd(
     check_inputs(x, B, C, angle, **scalars)
     check_lengths(lengths, x)
     check_starts(starts, x)
+    starts = None if starts is None else without_padding(starts, lengths)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, but a chunk has at least one token.")
     learning = wants_gradient(x, B, C, angle, *scalars.values(), state=state)
@@ -234,8 +235,8 @@ def remember(
 
 
 def without_padding(
-    v: Float[Tensor, "b t ..."], lengths: Int[Tensor, " b"] | None
-) -> Float[Tensor, "b t ..."]:
+    v: Shaped[Tensor, "b t ..."], lengths: Int[Tensor, " b"] | None
+) -> Shaped[Tensor, "b t ..."]:
     """Zeros behind every row's last real token, whatever was there."""
     if lengths is None:
         return v

@@ -30,6 +30,7 @@ def ssd_step(
     x, B, C = (dense(v[:, 0]) for v in (x, B, C))
     turn = None if angle is None else dense(angle[:, 0])
     scalars = [None if v is None else v[:, 0] for v in (log_decay, gamma, beta)]
+    lengths = None if lengths is None else lengths.contiguous()
     batch, heads, rank, width = x.shape
     y = torch.empty(batch, 1, heads, rank, width, device=x.device, dtype=x.dtype)
     state_dim = B.shape[-1]
