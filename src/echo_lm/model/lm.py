@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -362,14 +362,11 @@ class EchoLM(nn.Module):
                 f"{low if low < 0 else high}; is the tokenizer that of this model?"
             )
 
-    @cached_property
-    def _kinds_of_state(self) -> list[str]:
-        return [type(layer).__name__ for layer in self.init_state(1).layers]
-
     def _check_state(self, state: EchoState, batch: int) -> None:
         if not isinstance(state, EchoState):
             raise ValueError(f"state must be an EchoState, got {type(state).__name__}.")
-        wanted, got = self._kinds_of_state, [type(layer).__name__ for layer in state.layers]
+        wanted = kinds_of_state(self.config)
+        got = tuple(type(layer).__name__ for layer in state.layers)
         if wanted != got:
             raise ValueError(
                 f"The state is of another model: its layers are {', '.join(got)}; this model has "
@@ -380,6 +377,13 @@ class EchoLM(nn.Module):
                 f"The state holds {len(state.count)} rows and what is read {batch}; use "
                 "state.reorder(rows) to pick rows."
             )
+
+
+@lru_cache
+def kinds_of_state(config: EchoConfig) -> tuple[str, ...]:
+    """What the sequence layers of such a model remember, by name; found without its weights."""
+    with torch.device("meta"):
+        return tuple(type(layer).__name__ for layer in EchoLM(config).init_state(1).layers)
 
 
 LAYERS = (
