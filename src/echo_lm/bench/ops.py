@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from echo_lm.bench import precision
-from echo_lm.bench.contenders import FLASH, Contender, Inputs, Size, contenders
+from echo_lm.bench.contenders import FLASH, MODES, Contender, Inputs, Size, contenders
 from echo_lm.bench.parity import both_passes, check
 from echo_lm.bench.record import Row, Target
 from echo_lm.bench.runner import Bench, Cell, Tables, Tell, parse_shape, usually
@@ -113,7 +113,8 @@ def bench(
             cells.append(Cell(title_of(title, size), work))
     remarks = []
     if on_gpu(device):
-        cells += precision.cells(sizes[0], device, rounds)
+        splits = [one for one in mine if one.name in MODES]
+        cells += precision.cells(splits, sizes[0], device, rounds)
     else:
         remarks = [
             "The targets are for a GPU, and so is the table of what each precision costs: on a CPU "
