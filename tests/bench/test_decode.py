@@ -147,7 +147,7 @@ def test_targets_are_the_ratios_of_the_table() -> None:
 
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
     path = decode.run(
-        ["synthetic-ssm"],
+        ["synthetic-ssm", "synthetic-ssm"],
         contexts=[30, 10, 30],
         batches=[2],
         rounds=1,
@@ -166,6 +166,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         ({"contexts": [0]}, "contexts must be at least 1, got 0"),
         ({"batches": [4, -1]}, "batches must be at least 1, got -1"),
         ({"contexts": [], "batches": [10**5]}, "batches of 100000 are large: name the contexts"),
+        ({"device": "meta"}, "Benchmarks run on cpu or cuda; got device 'meta'"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
     ],
 )

@@ -232,6 +232,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
     [
         ({"names": ["softmax"]}, "There is no operator 'softmax'; there are ska-exact, ska-chunk,"),
         ({"shapes": ["2048"]}, 'A shape is like "16x2048", rows and tokens of each; got'),
+        ({"device": "meta"}, "Benchmarks run on cpu or cuda; got device 'meta'"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"device": "cuda"}, "There is no device 'cuda' here"),
     ],

@@ -22,14 +22,14 @@ from echo_lm.bench.cache import (
 )
 from echo_lm.bench.parity import ParityError, badness, error
 from echo_lm.bench.record import Row, Target
-from echo_lm.bench.runner import Bench, Cell, Tables, Tell, usually
+from echo_lm.bench.runner import Bench, Cell, Tables, Tell, clocked, usually
 from echo_lm.bench.runner import run as run_bench
 from echo_lm.bench.timing import finish, interleaved, on_gpu, ratio, replayable, warm
 from echo_lm.layers import Attention
 from echo_lm.model.config import EchoConfig
 from echo_lm.model.lm import EchoLM
 from echo_lm.model.state import EchoState
-from echo_lm.ops.backends import pick_device, product_dtype
+from echo_lm.ops.backends import product_dtype
 from echo_lm.plots import figure, line
 
 PRESETS = {
@@ -89,14 +89,14 @@ def run(
     console: Console | None = None,
 ) -> Path:
     """What the command does."""
-    device = pick_device(device)
+    device = clocked(device)
     usual = usually(device)
     for name, numbers in (("contexts", contexts), ("batches", batches)):
         if any(number < 1 for number in numbers):
             raise ValueError(f"{name} must be at least 1, got {min(numbers)}.")
     return run_bench(
         bench(
-            presets or PRESETS[usual],
+            tuple(dict.fromkeys(presets)) or PRESETS[usual],
             {
                 batch: sorted(set(contexts))
                 or [n for n in CONTEXTS[usual] if n * batch <= READ_AT_MOST]

@@ -20,6 +20,7 @@ import echo_lm
 from echo_lm.bench.record import Findings, Row, Target, save, show
 from echo_lm.bench.timing import on_gpu
 from echo_lm.extras import need
+from echo_lm.ops.backends import pick_device
 from echo_lm.results import circumstances, writable_folder
 
 Tell = Callable[[str], None]
@@ -150,6 +151,14 @@ def parse_shape(shape: str) -> tuple[int, int]:
     if not (batch.isdecimal() and tokens.isdecimal() and int(batch) and int(tokens)):
         raise ValueError(f'A shape is like "16x2048", rows and tokens of each; got {shape!r}.')
     return int(batch), int(tokens)
+
+
+def clocked(requested: str) -> str:
+    """A device that is there and that the clocks know how to wait for."""
+    device = pick_device(requested)
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"Benchmarks run on cpu or cuda; got device {requested!r}.")
+    return device
 
 
 def kind(device: str) -> str:
