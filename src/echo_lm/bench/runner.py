@@ -58,7 +58,7 @@ def run(bench: Bench, out: Path, console: Console) -> Path:
     """Write `OUT/NAME-DEVICE.json` and a plot beside it; returns the path of the record.
 
     A call that is interrupted leaves the cells that are done; the same call goes on with the rest,
-    unless the code or the machine is another by then.
+    unless the code or the machine is another by then: then the old record is moved aside.
     """
     path = writable_folder(out) / f"{bench.name}-{kind(bench.device)}.json"
     now = {**circumstances(), "code": code_digest()}
@@ -75,7 +75,10 @@ def run(bench: Bench, out: Path, console: Console) -> Path:
         )
 
     if path.exists() and not tables:
-        say(console, f"{path} is of other code, settings or hardware: it will be replaced.")
+        say(
+            console,
+            f"{path} is of other code, settings or hardware: it will be kept as {aside(path)}.",
+        )
 
     def found() -> Findings:
         return Findings(bench.config, bench.seed, tables, bench.targets(tables))
@@ -95,6 +98,8 @@ def run(bench: Bench, out: Path, console: Console) -> Path:
                     "measures the rest.",
                 )
                 raise
+            if not tables:
+                set_aside(path)
             tables[cell.title] = rows
             measured[cell.title] = {
                 "date": taken["date"],
@@ -127,6 +132,21 @@ def kept(path: Path, bench: Bench, now: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not the record of a benchmark; remove it, or choose another --out."
         ) from None
+
+
+def aside(path: Path) -> Path:
+    """Where a record goes that another takes the place of: a name for what is in it."""
+    return path.with_suffix(f".{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}.json")
+
+
+def set_aside(path: Path) -> None:
+    """Move a record and its plot, if there are any."""
+    if not path.exists():
+        return
+    there = aside(path)
+    if path.with_suffix(".png").exists():
+        path.with_suffix(".png").replace(there.with_suffix(".png"))
+    path.replace(there)
 
 
 def comparable(record: Mapping[str, Any]) -> Any:
