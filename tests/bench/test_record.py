@@ -25,8 +25,8 @@ def test_a_reason_is_told_whole_once() -> None:
     reason = "did not run: " + "backend [triton] needs a GPU that is not there, " * 4 + "or less"
     rows = [decoding("a"), decoding("b", ms=None, note=reason), decoding("c", ms=None, note=reason)]
     lines = shown([*rows, decoding("d", note="launched from Python")])
-    assert lines[0].rstrip() == "trial: [all] sizes"
-    assert lines[-2:] == [f"(1) {reason}", "(2) launched from Python"]
+    assert lines[1].rstrip() == "trial: [all] sizes"
+    assert lines[-3:-1] == [f"(1) {reason}", "(2) launched from Python"]
     numbers = {line[:1]: line.split()[-1] for line in lines if re.match("[a-d] ", line)}
     assert numbers == {"a": "12.3", "b": "1", "c": "1", "d": "2"}
 
@@ -39,7 +39,7 @@ def test_numbers_and_headings_are_whole_and_names_are_folded() -> None:
     assert "…" not in text
     for part in ("1,048,576", "0.00123", "123,456", "98,765", "tokens/s", "shortest", "attention"):
         assert part in text
-    assert "".join(re.findall(r"^[a-z-]+", "\n".join(lines[3:]), re.MULTILINE)) == name
+    assert "".join(re.findall(r"^[a-z-]+", "\n".join(lines[4:]), re.MULTILINE)) == name
 
 
 def test_columns_that_tell_nothing_are_left_out() -> None:

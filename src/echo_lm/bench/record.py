@@ -63,9 +63,11 @@ def save(path: Path, name: str, findings: Findings, circumstances: Mapping[str, 
 def show(name: str, findings: Findings, console: Console) -> None:
     for title, rows in findings.tables.items():
         notes = list(dict.fromkeys(row["note"] for row in rows if row.get("note") is not None))
+        console.print()
         _show_table(f"{name}: {title}", [_numbered(row, notes) for row in rows], console)
         for number, note in enumerate(notes, 1):
             console.print(f"({number}) {note}", highlight=False, markup=False, soft_wrap=True)
+    console.print()
     for target in findings.targets:
         sign, limit = (">=", target.at_least) if target.at_most is None else ("<=", target.at_most)
         verdict = "[green]met[/green]" if target.met else "[red]missed[/red]"
