@@ -30,7 +30,11 @@ def quiet(what: str) -> None:
 def test_both_kinds_of_model_at_every_context(tmp_path: Path) -> None:
     bench = decode.bench(PRESETS, {1: [20, 80], 3: [20]}, rounds=2, seed=0, device="cpu")
     record, said = measured(bench, tmp_path)
-    assert record["config"]["contexts"] == {"1": [20, 80], "3": [20]}
+    assert list(record["numbers"]) == [
+        "parity of synthetic-ska",
+        "synthetic-ska, synthetic-attention; batch 1; after 20, 80 tokens",
+        "synthetic-ska, synthetic-attention; batch 3; after 20 tokens",
+    ]
     parity, one, three = record["numbers"].values()
     assert parity[0]["what"] == "synthetic-ska"
     assert 0 < parity[0]["error of logits"] < parity[0]["allowed"]
@@ -137,7 +141,9 @@ def test_targets_are_the_ratios_of_the_table() -> None:
         row("mamba2-attention-180m", 1024, 1.0, None),
         row("mamba2-attention-180m", 131072, 30.0, None),
     ]
-    found = {t.name: (t.value, t.met) for t in decode.targets({"batch 1": rows, "batch 64": rows})}
+    presets, contexts = ("echo-180m", "mamba2-attention-180m"), (1024, 131072)
+    tables = {decode.title_of(presets, batch, contexts): rows for batch in (1, 64)}
+    found = {target.name: (target.value, target.met) for target in decode.targets(tables)}
     assert found == {
         "echo-180m, batch 1: time up to 131,072 tokens over the shortest context": (1.02, True),
         "echo-180m, batch 64: time up to 131,072 tokens over the shortest context": (1.02, True),
@@ -147,7 +153,7 @@ def test_targets_are_the_ratios_of_the_table() -> None:
 
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
     path = decode.run(
-        ["synthetic-ssm"],
+        ["synthetic-ssm", "synthetic-ssm"],
         contexts=[30, 10, 30],
         batches=[2],
         rounds=1,
@@ -155,8 +161,27 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         device="cpu",
         out=tmp_path,
     )
-    record = json.loads(path.read_text())
-    assert [row["context"] for row in record["numbers"]["batch 2"]] == [10, 30]
+    _, rows = json.loads(path.read_text())["numbers"].values()
+    assert [row["context"] for row in rows] == [10, 30]
+
+
+def test_batches_contexts_and_models_come_together_in_one_record(tmp_path: Path) -> None:
+    calls: list[tuple[str, dict[int, list[int]]]] = [
+        ("synthetic-ssm", {1: [8]}),
+        ("synthetic-ssm", {2: [8]}),
+        ("synthetic-ssm", {1: [8, 9]}),
+        ("synthetic-attention", {1: [8]}),
+    ]
+    for preset, contexts in calls:
+        bench = decode.bench([preset], contexts, rounds=1, seed=0, device="cpu")
+        record, _ = measured(bench, tmp_path)
+    assert [title for title in record["numbers"] if "batch" in title] == [
+        "synthetic-ssm; batch 1; after 8 tokens",
+        "synthetic-ssm; batch 2; after 8 tokens",
+        "synthetic-ssm; batch 1; after 8, 9 tokens",
+        "synthetic-attention; batch 1; after 8 tokens",
+    ]
+    assert len(list(tmp_path.glob("*.json"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -166,6 +191,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         ({"contexts": [0]}, "contexts must be at least 1, got 0"),
         ({"batches": [4, -1]}, "batches must be at least 1, got -1"),
         ({"contexts": [], "batches": [10**5]}, "batches of 100000 are large: name the contexts"),
+        ({"device": "meta"}, "Benchmarks run on cpu or cuda; got device 'meta'"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
     ],
 )

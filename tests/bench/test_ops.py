@@ -196,6 +196,19 @@ def test_the_cost_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < row["error, 32 keys again and again"] < limit * TINY.tokens / precision.REPEATED
 
 
+@pytest.mark.parametrize("names", [[FLASH], ["ska-chunk"], ["ska-chunk", "ska-exact"]])
+def test_what_a_precision_costs_is_asked_of_what_was_named_and_checked(names: list[str]) -> None:
+    """On a GPU; that there is none here is not seen before a cell is measured."""
+    who = ops.pick(names, contenders("cuda"))
+    bench = ops.bench(who, [TINY], device="cuda", cases=[], rounds=1, seed=0)
+    modes = sorted(name for name in names if name != FLASH)
+    titles = [cell.title for cell in bench.cells]
+    parity, times, costs = titles[: len(modes)], titles[len(modes) :][:2], titles[len(modes) + 2 :]
+    assert sorted(parity) == [f"parity of {name}" for name in modes]
+    assert times == [ops.title_of(title, TINY) for title in ops.PASSES]
+    assert sorted(costs) == [f"precision of {name}, 1 x 100 tokens" for name in modes]
+
+
 def test_few_keys_come_again() -> None:
     given = contenders("cpu")["ska-exact"].draw(replace(TINY, tokens=80), torch.float32)
     k = precision.with_few_keys(given)["k"]
@@ -219,6 +232,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
     [
         ({"names": ["softmax"]}, "There is no operator 'softmax'; there are ska-exact, ska-chunk,"),
         ({"shapes": ["2048"]}, 'A shape is like "16x2048", rows and tokens of each; got'),
+        ({"device": "meta"}, "Benchmarks run on cpu or cuda; got device 'meta'"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"device": "cuda"}, "There is no device 'cuda' here"),
     ],

@@ -93,11 +93,28 @@ def test_other_settings_or_code_begin_anew(tmp_path: Path, monkeypatch: pytest.M
     done: list[str] = []
     measured(bench(["one"], done), tmp_path)
     record, said = measured(bench(["two"], done, config={"rounds": 2}), tmp_path)
-    assert "it will be replaced" in said
+    assert "trial-cpu.json is of other code, settings or hardware: it will be kept as" in said
     assert set(record["numbers"]) == {"two"}
     monkeypatch.setattr(runner, "code_digest", lambda: "other")
     measured(bench(["two"], done, config={"rounds": 2}), tmp_path)
     assert done == ["one", "two", "two"]
+
+
+def test_what_another_call_replaces_is_kept_with_its_plot(tmp_path: Path) -> None:
+    path, full = tmp_path / "trial-cpu.json", ["one", "two"]
+    measured(bench(full, []), tmp_path)
+    before, plot = path.read_bytes(), path.with_suffix(".png").read_bytes()
+    stopped = bench(["one"], [], config={"rounds": 2}, stop_at="one")
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, tmp_path, Console(file=io.StringIO()))
+    assert path.read_bytes() == before  # nothing has been measured to take its place
+    _, said = measured(bench(["one"], [], config={"rounds": 2}), tmp_path)
+    (kept,) = set(tmp_path.glob("*.json")) - {path}
+    assert f"it will be kept as {kept}." in said
+    assert kept.read_bytes() == before
+    assert kept.with_suffix(".png").read_bytes() == plot
+    measured(bench(["one"], [], config={"rounds": 3}), tmp_path)
+    assert len(list(tmp_path.glob("*.json"))) == len(list(tmp_path.glob("*.png"))) == 3
 
 
 def test_load_is_not_the_machine(tmp_path: Path) -> None:

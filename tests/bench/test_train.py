@@ -105,7 +105,7 @@ def test_targets_are_of_each_model_at_its_fastest() -> None:
 
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
     path = train.run(
-        ["synthetic-ssm"], shapes=["1x8"], rounds=1, seed=0, device="cpu", out=tmp_path
+        ["synthetic-ssm"] * 2, shapes=["1x8"], rounds=1, seed=0, device="cpu", out=tmp_path
     )
     record = json.loads(path.read_text())
     assert list(record["numbers"]) == ["synthetic-ssm; 1 x 8 tokens"]
@@ -116,6 +116,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
     [
         ({"presets": ["gpt"]}, "There is no preset 'gpt'; there are echo-180m"),
         ({"shapes": ["16,2048"]}, "A shape is like"),
+        ({"device": "meta"}, "Benchmarks run on cpu or cuda; got device 'meta'"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
     ],
 )

@@ -22,14 +22,14 @@ from echo_lm.bench.cache import (
 )
 from echo_lm.bench.parity import ParityError, badness, error
 from echo_lm.bench.record import Row, Target
-from echo_lm.bench.runner import Bench, Cell, Tables, Tell, usually
+from echo_lm.bench.runner import Bench, Cell, Tables, Tell, clocked, usually
 from echo_lm.bench.runner import run as run_bench
 from echo_lm.bench.timing import finish, interleaved, on_gpu, ratio, replayable, warm
 from echo_lm.layers import Attention
 from echo_lm.model.config import EchoConfig
 from echo_lm.model.lm import EchoLM
 from echo_lm.model.state import EchoState
-from echo_lm.ops.backends import pick_device, product_dtype
+from echo_lm.ops.backends import product_dtype
 from echo_lm.plots import figure, line
 
 PRESETS = {
@@ -89,14 +89,14 @@ def run(
     console: Console | None = None,
 ) -> Path:
     """What the command does."""
-    device = pick_device(device)
+    device = clocked(device)
     usual = usually(device)
     for name, numbers in (("contexts", contexts), ("batches", batches)):
         if any(number < 1 for number in numbers):
             raise ValueError(f"{name} must be at least 1, got {min(numbers)}.")
     return run_bench(
         bench(
-            presets or PRESETS[usual],
+            tuple(dict.fromkeys(presets)) or PRESETS[usual],
             {
                 batch: sorted(set(contexts))
                 or [n for n in CONTEXTS[usual] if n * batch <= READ_AT_MOST]
@@ -119,7 +119,8 @@ def bench(
     seed: int,
     device: str,
 ) -> Bench:
-    """A table for each batch, in which all contexts of all models take turns."""
+    """A table for each batch, in which all contexts of all models take turns; other models or
+    contexts are other tables."""
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}.")
     for batch, some in contexts.items():
@@ -134,15 +135,16 @@ def bench(
         if "attention" not in EchoConfig.preset(preset).mixers
     ]
     cells += [
-        Cell(title_of(batch), partial(compare, presets, some, batch, rounds, dtype, device))
+        Cell(
+            title_of(presets, batch, some),
+            partial(compare, presets, some, batch, rounds, dtype, device),
+        )
         for batch, some in contexts.items()
     ]
     return Bench(
         name="decode",
         device=device,
         config={
-            "presets": list(presets),
-            "contexts": {str(batch): list(some) for batch, some in contexts.items()},
             "dtype": str(dtype)[6:],
             "steps of a round": STEPS,
             "rounds": rounds,
@@ -168,8 +170,16 @@ def bench(
     )
 
 
-def title_of(batch: int) -> str:
+def title_of(presets: Sequence[str], batch: int, contexts: Sequence[int]) -> str:
+    return f"{', '.join(presets)}; {named(batch)}; after {', '.join(map(str, contexts))} tokens"
+
+
+def named(batch: int) -> str:
     return f"batch {batch}"
+
+
+def batch_in(title: str) -> str:
+    return title.split("; ")[1]
 
 
 def check_steps(preset: str, device: str, tell: Tell) -> list[Row]:
@@ -331,16 +341,17 @@ def targets(tables: Tables) -> list[Target]:
     """Flat in the context, and so many times the tokens of attention."""
     found = []
     for title, rows in timed(tables).items():
+        batch = batch_in(title)
         for row in rows:
             name, context = row["what"], row["context"]
             if name not in SAME_SHAPE or row["ms"] is None:
                 continue
             if context == max(other["context"] for other in rows):
                 slowest = max(other["x shortest"] for other in rows if other["what"] == name)
-                what = f"{name}, {title}: time up to {context:,} tokens over the shortest context"
+                what = f"{name}, {batch}: time up to {context:,} tokens over the shortest context"
                 found.append(Target(what, slowest, at_most=FLAT))
-            if (context, title) == (FASTER_AT[0], title_of(FASTER_AT[1])) and row["x attention"]:
-                what = f"{name}, {title}: tokens/s over attention at {context:,} tokens"
+            if (context, batch) == (FASTER_AT[0], named(FASTER_AT[1])) and row["x attention"]:
+                what = f"{name}, {batch}: tokens/s over attention at {context:,} tokens"
                 found.append(Target(what, row["x attention"], at_least=FASTER))
     return found
 
@@ -369,7 +380,7 @@ def draw(tables: Tables, path: Path) -> None:
                 contexts = sorted({row["context"] for row in rows})
                 ax.set_xticks(contexts, [short(context) for context in contexts], minor=False)
                 ax.minorticks_off()
-            axes[0, column].set_title(title)
+            axes[0, column].set_title(batch_in(title))
             axes[0, column].legend()
 
 

@@ -13,10 +13,10 @@ import torch
 from rich.console import Console
 
 from echo_lm.bench import precision
-from echo_lm.bench.contenders import FLASH, Contender, Inputs, Size, contenders
+from echo_lm.bench.contenders import FLASH, MODES, Contender, Inputs, Size, contenders
 from echo_lm.bench.parity import both_passes, check
 from echo_lm.bench.record import Row, Target
-from echo_lm.bench.runner import Bench, Cell, Tables, Tell, parse_shape, usually
+from echo_lm.bench.runner import Bench, Cell, Tables, Tell, clocked, parse_shape, usually
 from echo_lm.bench.runner import run as run_bench
 from echo_lm.bench.timing import (
     PeakMemory,
@@ -28,7 +28,7 @@ from echo_lm.bench.timing import (
     seconds,
     warm,
 )
-from echo_lm.ops.backends import installed, pick_device, product_dtype
+from echo_lm.ops.backends import installed, product_dtype
 from echo_lm.plots import COLOURS, figure
 
 PASSES = {"forward": False, "forward and backward": True}
@@ -72,7 +72,7 @@ def run(
     console: Console | None = None,
 ) -> Path:
     """What the command does."""
-    device = pick_device(device)
+    device = clocked(device)
     usual = usually(device)
     sizes = [Size(*shape) for shape in map(parse_shape, shapes)]
     return run_bench(
@@ -113,7 +113,8 @@ def bench(
             cells.append(Cell(title_of(title, size), work))
     remarks = []
     if on_gpu(device):
-        cells += precision.cells(sizes[0], device, rounds)
+        splits = [one for one in mine if one.name in MODES]
+        cells += precision.cells(splits, sizes[0], device, rounds)
     else:
         remarks = [
             "The targets are for a GPU, and so is the table of what each precision costs: on a CPU "

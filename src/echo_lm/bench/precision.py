@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from echo_lm.bench.contenders import MODES, Contender, Inputs, Size, leaves, ours
+from echo_lm.bench.contenders import Contender, Inputs, Size, leaves
 from echo_lm.bench.parity import both_passes, error, in_fp64, weights
 from echo_lm.bench.record import Row
 from echo_lm.bench.runner import Cell, Tell
@@ -24,14 +24,14 @@ REPEATED = 32
 """Keys that come again and again: the hardest for an inverse."""
 
 
-def cells(size: Size, device: str, rounds: int) -> list[Cell]:
-    """A table for each mode of SKA."""
+def cells(modes: Sequence[Contender], size: Size, device: str, rounds: int) -> list[Cell]:
+    """A table for each of these modes of SKA."""
     return [
         Cell(
-            f"precision of {name}, {size.batch} x {size.tokens:,} tokens",
-            partial(cost, ours(name, device, "triton"), size, torch.bfloat16, device, rounds),
+            f"precision of {one.name}, {size.batch} x {size.tokens:,} tokens",
+            partial(cost, one, size, torch.bfloat16, device, rounds),
         )
-        for name in MODES
+        for one in modes
     ]
 
 

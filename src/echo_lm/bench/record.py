@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from echo_lm.results import write_json
 
@@ -60,18 +62,45 @@ def save(path: Path, name: str, findings: Findings, circumstances: Mapping[str, 
 
 def show(name: str, findings: Findings, console: Console) -> None:
     for title, rows in findings.tables.items():
-        table = Table(title=f"{name}: {title}", title_justify="left")
-        for column in rows[0]:
-            text = any(isinstance(row[column], str) for row in rows)
-            table.add_column(column, justify="left" if text else "right", no_wrap=column == "what")
-        for row in rows:
-            table.add_row(*_readable(row.values()))
-        console.print(table)
+        notes = list(dict.fromkeys(row["note"] for row in rows if row.get("note") is not None))
+        console.print()
+        _show_table(f"{name}: {title}", [_numbered(row, notes) for row in rows], console)
+        for number, note in enumerate(notes, 1):
+            console.print(f"({number}) {note}", highlight=False, markup=False, soft_wrap=True)
+    console.print()
     for target in findings.targets:
         sign, limit = (">=", target.at_least) if target.at_most is None else ("<=", target.at_most)
         verdict = "[green]met[/green]" if target.met else "[red]missed[/red]"
         (value,) = _readable([target.value])
         console.print(f"{target.name}: {value} {sign} {limit:.3g}, {verdict}")
+
+
+def _show_table(title: str, rows: Sequence[Row], console: Console) -> None:
+    """Columns that tell something; where there is little room text is folded, never a number."""
+    table = Table(
+        title=Text(title),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+        show_edge=False,
+    )
+    told = [column for column in rows[0] if any(row[column] is not None for row in rows)]
+    for column in told:
+        if any(isinstance(row[column], str) for row in rows):
+            table.add_column(column, overflow="fold")
+        else:
+            heading = "\n".join(column.rsplit(" ", 1))
+            table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
+    for row in rows:
+        table.add_row(*map(Text, _readable(row[column] for column in told)))
+    console.print(table)
+
+
+def _numbered(row: Row, notes: Sequence[str]) -> Row:
+    """With the number of its note, which is told in full under the table."""
+    note = row.get("note")
+    return row if note is None else row | {"note": 1 + notes.index(note)}
 
 
 def _readable(values: Iterable[Any]) -> list[str]:

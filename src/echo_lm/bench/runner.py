@@ -20,6 +20,7 @@ import echo_lm
 from echo_lm.bench.record import Findings, Row, Target, save, show
 from echo_lm.bench.timing import on_gpu
 from echo_lm.extras import need
+from echo_lm.ops.backends import pick_device
 from echo_lm.results import circumstances, writable_folder
 
 Tell = Callable[[str], None]
@@ -57,7 +58,7 @@ def run(bench: Bench, out: Path, console: Console) -> Path:
     """Write `OUT/NAME-DEVICE.json` and a plot beside it; returns the path of the record.
 
     A call that is interrupted leaves the cells that are done; the same call goes on with the rest,
-    unless the code or the machine is another by then.
+    unless the code or the machine is another by then: then the old record is moved aside.
     """
     path = writable_folder(out) / f"{bench.name}-{kind(bench.device)}.json"
     now = {**circumstances(), "code": code_digest()}
@@ -74,7 +75,10 @@ def run(bench: Bench, out: Path, console: Console) -> Path:
         )
 
     if path.exists() and not tables:
-        say(console, f"{path} is of other code, settings or hardware: it will be replaced.")
+        say(
+            console,
+            f"{path} is of other code, settings or hardware: it will be kept as {aside(path)}.",
+        )
 
     def found() -> Findings:
         return Findings(bench.config, bench.seed, tables, bench.targets(tables))
@@ -94,6 +98,8 @@ def run(bench: Bench, out: Path, console: Console) -> Path:
                     "measures the rest.",
                 )
                 raise
+            if not tables:
+                set_aside(path)
             tables[cell.title] = rows
             measured[cell.title] = {
                 "date": taken["date"],
@@ -128,6 +134,21 @@ def kept(path: Path, bench: Bench, now: Mapping[str, Any]) -> dict[str, Any]:
         ) from None
 
 
+def aside(path: Path) -> Path:
+    """Where a record goes that another takes the place of: a name for what is in it."""
+    return path.with_suffix(f".{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}.json")
+
+
+def set_aside(path: Path) -> None:
+    """Move a record and its plot, if there are any."""
+    if not path.exists():
+        return
+    there = aside(path)
+    if path.with_suffix(".png").exists():
+        path.with_suffix(".png").replace(there.with_suffix(".png"))
+    path.replace(there)
+
+
 def comparable(record: Mapping[str, Any]) -> Any:
     """What must be the same. The load of a machine is not the machine."""
     parts = {name: record[name] for name in SAME}
@@ -150,6 +171,14 @@ def parse_shape(shape: str) -> tuple[int, int]:
     if not (batch.isdecimal() and tokens.isdecimal() and int(batch) and int(tokens)):
         raise ValueError(f'A shape is like "16x2048", rows and tokens of each; got {shape!r}.')
     return int(batch), int(tokens)
+
+
+def clocked(requested: str) -> str:
+    """A device that is there and that the clocks know how to wait for."""
+    device = pick_device(requested)
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"Benchmarks run on cpu or cuda; got device {requested!r}.")
+    return device
 
 
 def kind(device: str) -> str:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from echo_lm.bench.parity import ParityError
 from echo_lm.bench.record import Row, Target
-from echo_lm.bench.runner import Bench, Cell, Tables, Tell, parse_shape, usually
+from echo_lm.bench.runner import Bench, Cell, Tables, Tell, clocked, parse_shape, usually
 from echo_lm.bench.runner import run as run_bench
 from echo_lm.bench.timing import PeakMemory, finish, interleaved, on_gpu
 from echo_lm.model.config import EchoConfig
 from echo_lm.model.lm import EchoLM
-from echo_lm.ops.backends import pick_device, product_dtype
+from echo_lm.ops.backends import product_dtype
 from echo_lm.plots import COLOURS, figure
 from echo_lm.tasks.base import Batch, Split
 from echo_lm.train.config import TrainConfig
@@ -96,11 +96,11 @@ def run(
     console: Console | None = None,
 ) -> Path:
     """What the command does."""
-    device = pick_device(device)
+    device = clocked(device)
     usual = usually(device)
     return run_bench(
         bench(
-            [tuple(presets)] if presets else GROUPS[usual],
+            [tuple(dict.fromkeys(presets))] if presets else GROUPS[usual],
             [parse_shape(shape) for shape in shapes] or SHAPES[usual],
             rounds=ROUNDS[usual] if rounds is None else rounds,
             seed=seed,
