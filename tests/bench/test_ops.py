@@ -35,7 +35,7 @@ def test_every_contender_is_timed_or_says_why_not(
     record, said = measured(bench, tmp_path)
     tables = record["numbers"]
     for name in ("ska-exact", "ska-chunk", "paper", "scan-chunk"):
-        parity = tables[f"parity of {name}"]
+        parity = tables[ops.parity_title(name, [TINY])]
         assert all(row["error"] < row["allowed"] for row in parity)
         assert {row["tokens"] for row in parity} == {100, 300}
     for title in ops.PASSES:
@@ -204,7 +204,7 @@ def test_what_a_precision_costs_is_asked_of_what_was_named_and_checked(names: li
     modes = sorted(name for name in names if name != FLASH)
     titles = [cell.title for cell in bench.cells]
     parity, times, costs = titles[: len(modes)], titles[len(modes) :][:2], titles[len(modes) + 2 :]
-    assert sorted(parity) == [f"parity of {name}" for name in modes]
+    assert sorted(parity) == [ops.parity_title(name, [TINY]) for name in modes]
     assert times == [ops.title_of(title, TINY) for title in ops.PASSES]
     assert sorted(costs) == [f"precision of {name}, 1 x 100 tokens" for name in modes]
 

@@ -105,7 +105,8 @@ def bench(
     checked = [*cases, *(replace(size, batch=1) for size in sizes)]
     mine = [one for one in who if one.truth is not None and not one.why_not(True)]
     cells = [
-        Cell(f"parity of {one.name}", partial(check_sizes, one, checked, dtype)) for one in mine
+        Cell(parity_title(one.name, sizes), partial(check_sizes, one, checked, dtype))
+        for one in mine
     ]
     for size in sizes:
         for title, backward in PASSES.items():
@@ -148,6 +149,11 @@ def bench(
         draw=draw,
         remarks=remarks,
     )
+
+
+def parity_title(name: str, sizes: Sequence[Size]) -> str:
+    """Other sizes are to be checked anew."""
+    return f"parity of {name} at {', '.join(f'{size.tokens:,}' for size in sizes)} tokens"
 
 
 def title_of(what: str, size: Size) -> str:
