@@ -18,8 +18,10 @@ SPILLED = {
 ORDERS = {"chunk": 2, "exact": 1}
 """The paper's; but exact mode takes twice as long to compile with that."""
 FLASH_ATTENTION = 0.5654
-"""GiB that flash attention holds at either of `compiled.SHAPES`: the peak in
-`results/gpu/kernels.json` without the two workspaces of cuBLAS, 32 MiB each, that no call makes."""
+"""GiB that flash attention held at either of `compiled.SHAPES`: the peak in
+`results/gpu/kernels.json` less the 64 MiB by which measured peaks of ours exceeded the count, taken to
+be workspaces of cuBLAS. Its inputs lay as [B, H, T, D]; from [B, T, H, D] it may take up to 96 MiB
+less, so that this is a bound on our memory and no comparison."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def test_kernels_fit_and_spill_no_more_than_they_did(
 
 @pytest.mark.parametrize("shape", compiled.SHAPES)
 @pytest.mark.parametrize("mode", compiled.MODES)
-def test_peak_of_memory_is_at_most_that_of_flash_attention(
+def test_peak_of_memory_stays_below_what_flash_attention_held(
     elsewhere: ProcessPoolExecutor, mode: str, shape: tuple[int, int]
 ) -> None:
     assert elsewhere.submit(compiled.peak, mode, *shape).result()["GiB"] <= FLASH_ATTENTION
