@@ -149,6 +149,7 @@ def test_a_file_that_cannot_be_written_costs_no_memory(folder: Path) -> None:
     ("prompt", "settings", "sentence"),
     [
         ("a", {"temperature": -1.0}, r"temperature must be 0 or more, got -1\.0\."),
+        ("a", {"temperature": float("nan")}, r"temperature must be 0 or more, got nan\."),
         ("a", {"separator": "none"}, r"has no token 'none' to stand before a text; give --sep"),
         ("a", {"tokenizer": Path("nowhere")}, r"There is no tokenizer at nowhere\."),
         ("a", {"state": Path("nowhere/state")}, r"There is no folder nowhere to keep a state in"),
@@ -158,8 +159,10 @@ def test_a_file_that_cannot_be_written_costs_no_memory(folder: Path) -> None:
 def test_what_is_wrong_is_said(
     folder: Path, prompt: str, settings: dict[str, Any], sentence: str
 ) -> None:
+    out = io.StringIO()
     with pytest.raises(ValueError, match=sentence):
-        say(folder, prompt, **settings)
+        say(folder, prompt, **{"out": out} | settings)
+    assert out.getvalue() == ""
 
 
 def test_nothing_new_for_a_memory(folder: Path) -> None:

@@ -56,8 +56,8 @@ def run(
     how = GenerationOptions(generator=source, do_sample=temperature > 0, **options)
     if temperature > 0:
         how["temperature"] = temperature
-    out.write(prompt)
     writing = Writing(model, torch.tensor([ids]), memory, coder.stop, how)
+    out.write(prompt)
     for text in coder.decode(ids, writing):
         out.write(text)
         out.flush()

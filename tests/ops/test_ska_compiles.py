@@ -19,9 +19,9 @@ ORDERS = {"chunk": 2, "exact": 1}
 """The paper's; but exact mode takes twice as long to compile with that."""
 FLASH_ATTENTION = 0.5654
 """GiB that flash attention held at either of `compiled.SHAPES`: the peak in
-`results/gpu/kernels.json` less the 64 MiB by which measured peaks of ours exceeded the count, taken to
-be workspaces of cuBLAS. Its inputs lay as [B, H, T, D]; from [B, T, H, D] it may take up to 96 MiB
-less, so that this is a bound on our memory and no comparison."""
+`results/gpu/kernels.json` less the 64 MiB by which measured peaks of ours exceeded the count, taken
+to be workspaces of cuBLAS. Its inputs lay as [B, H, T, D]; from [B, T, H, D] it may take up to 96
+MiB less, so that this is a bound on our memory and no comparison."""
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,8 @@ WARPS = {
     "chunk_backward": 4,
     "spread": 4,
 }
-"""For tiles up to 64 wide, twice as many beyond. Measured on one H200 with the first version of these
-kernels, but for the exact backward, which has not run on one."""
+"""For tiles up to 64 wide, twice as many beyond. Measured on one H200 with the first version of
+these kernels, but for the exact backward, which has not run on one."""
 
 
 @dataclass(frozen=True)
