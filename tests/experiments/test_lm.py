@@ -379,6 +379,21 @@ def test_a_rate_at_which_a_seed_diverged_is_not_chosen(tmp_path: Path) -> None:
     lost = lm_sweep.Sweep()
     lost.draw(swept[1:2], tmp_path / "figure.png")
     assert list(lost.tables(swept[1:2])[0].rows[0]) == ["Transformer", "–", "diverged", "–"]
+    assert lost.remarks(swept[1:2]) == ["At every rate a run diverged: Transformer."]
+    assert lost.remarks(swept) == ["Every best rate lies between others that were tried."]
+
+
+def test_a_reach_ends_at_the_first_length_that_is_not_read() -> None:
+    def reading(*found: float) -> str:
+        told = [
+            {"length": 256 * 2**i, "depth": 0.0, "found": share, "state_bytes": 8}
+            for i, share in enumerate(found)
+        ]
+        numbers = {"name": "Echo", "map": told, "trained on at most": 256}
+        return lm_needle.reach([Finished({"model": "the best Echo"}, 0, numbers)])
+
+    assert "finds 90% of the numbers in up to 512 tokens" in reading(1.0, 0.9, 0.1, 1.0)
+    assert "finds 90% of the numbers at no length" in reading(0.2, 0.1, 0.95)
 
 
 @pytest.mark.parametrize("kind", ["sweep", "full"])

@@ -75,7 +75,7 @@ class Sweep(OnText):
             and best in (min(distinct(done, "lr")), max(distinct(done, "lr")))
         ]
         without = [m for m in distinct(done, "model") if not best_rate(select(done, model=m))]
-        said = [f"No rate of these has one that is best: {', '.join(without)}."] if without else []
+        said = [f"At every rate a run diverged: {', '.join(without)}."] if without else []
         if edges:
             return [
                 *said,
